@@ -100,7 +100,7 @@ def _around_pipeline(
         build()
     finally:
         _in_construction.discard(id(engine))
-    ds_config = _ds_config(engine)
+    ds_config = getattr(engine._config, "_param_dict", {})
     if KEY in ds_config:
         _entrance().attach(engine, module, ds_config[KEY])
     else:
@@ -108,11 +108,7 @@ def _around_pipeline(
 
 
 def _prepare(kwargs: dict[str, Any]) -> None:
-    """Prepare for a pipeline engine whose ds_config has the key, before it is constructed.
-
-    Args:
-        kwargs: those of its constructor.
-    """
+    """Prepare for a pipeline engine, built with `kwargs`, whose ds_config has the key."""
     if KEY in getattr(kwargs.get("config_class"), "_param_dict", {}):
         _entrance().prepare()
 
@@ -138,7 +134,7 @@ def _around_plain(engine: Any, module: ModuleType, build: Callable[[], None], kw
     build()
     if id(engine) in _in_construction:  # `_around_pipeline` continues
         return
-    ds_config = _ds_config(engine)
+    ds_config = getattr(engine._config, "_param_dict", {})
     if KEY not in ds_config:
         _without_key(engine, ds_config)
         return
@@ -179,11 +175,6 @@ ENGINES: dict[str, tuple[str, Callable[..., None]]] = {
     PLAIN: ("DeepSpeedEngine", _around_plain),
 }
 """For each module: the class, and the function that wraps its constructor."""
-
-
-def _ds_config(engine: Any) -> dict[str, Any]:
-    """Return the ds_config dict of an engine."""
-    return getattr(engine._config, "_param_dict", {})
 
 
 def _without_key(engine: Any, ds_config: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ Each check sends tensors forward across a boundary of its own, and others backwa
 is an AssertionError of one line. Only torch is used.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -136,6 +137,7 @@ class BoundarySides:
 
     def _send(self, codec: Codec, x: Tensor, source: Any, target: Any, place: dict[str, Any]) -> Tensor:
         spec, before = TensorSpec.of(x), x.clone()
+        expect = functools.partial(self._pair.expect, spec=spec)
         sender = Context(**place, stash=source[0], memory=source[1])
         receiver = Context(**place, stash=target[0], memory=target[1])
         with_sender = Context(**place, stash=dict(target[0]), memory=dict(target[1]))
@@ -143,30 +145,22 @@ class BoundarySides:
 
         parts = self._called("encode", spec, codec.encode, x, sender)
         self._check_layout(codec, parts, spec)
-        self._pair.expect(equal_values(x, before), "encode modifies its input", spec)
+        expect(equal_values(x, before), "encode modifies its input")
         packet, views = _packed(parts, x.device)
         self.packets.append(packet.clone())
 
         arrived = self._called("decode", spec, codec.decode, views, spec, receiver)
         result = TensorSpec.of(arrived)
-        self._pair.expect(result == spec, f"decode returns {result} on {result.device}", spec)
-        self._pair.expect(torch.equal(packet, self.packets[-1]), "decode modifies its parts", spec)
+        expect(result == spec, f"decode returns {result} on {result.device}")
+        expect(torch.equal(packet, self.packets[-1]), "decode modifies its parts")
         again = self._called("decode", spec, codec.decode, views, spec, with_sender)
-        self._pair.expect(
-            equal_values(arrived, again), "decodes the same parts to something else the second time", spec
-        )
+        expect(equal_values(arrived, again), "decodes the same parts to something else the second time")
         for kept in _tensors([receiver.stash, receiver.memory]):
-            self._pair.expect(
-                not _shares(kept, packet), "keeps a view of the packet, whose memory is used again", spec
-            )
+            expect(not _shares(kept, packet), "keeps a view of the packet, whose memory is used again")
         for old, copy in values:
-            self._pair.expect(
-                equal_values(old, copy), "modifies an entry of ctx.memory instead of replacing it", spec
-            )
+            expect(equal_values(old, copy), "modifies an entry of ctx.memory instead of replacing it")
         for entry in (value for memory in self._memories for value in memory.values()):
-            self._pair.expect(
-                entry.is_contiguous(), "leaves an entry in ctx.memory that is not contiguous", spec
-            )
+            expect(entry.is_contiguous(), "leaves an entry in ctx.memory that is not contiguous")
 
         arrived = arrived.clone()
         packet.fill_(GARBAGE)
@@ -178,8 +172,8 @@ class BoundarySides:
             layout += self._called("extra_payload", spec, codec.extra_payload, parts[: len(layout)], spec)
         made = tuple((tuple(part.shape), part.dtype) for part in parts)
         self._pair.expect(made == tuple(layout), f"encode makes {made}, layout says {tuple(layout)}", spec)
-        at_home = all(part.device == spec.device for part in parts)
-        self._pair.expect(at_home, f"encode makes parts that are not on {spec.device}", spec)
+        is_at_home = all(part.device == spec.device for part in parts)
+        self._pair.expect(is_at_home, f"encode makes parts that are not on {spec.device}", spec)
 
     def _called(self, name: str, spec: TensorSpec, function: Any, *args: Any) -> Any:
         try:

@@ -25,8 +25,7 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ds_compress.cli import parser
-from ds_compress.config.quality import LIMITS
-from ds_compress.config.recipes import EVIDENCE
+from ds_compress.config.recipes import EVIDENCE, LIMITS
 from ds_compress.monitor import metrics
 from launch.reproduce.costs import ACROSS, Cost, cost_table, costs_of, replicas_table, worst
 from launch.reproduce.grid import read_rows

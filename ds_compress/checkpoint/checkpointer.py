@@ -29,7 +29,7 @@ import json
 import logging
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from deepspeed import comm as dist
@@ -52,7 +52,6 @@ from ds_compress.checkpoint.search import (
     saved_settings,
 )
 from ds_compress.codecs.mixins import needs_warmup
-from ds_compress.config import Config
 from ds_compress.errors import CompressionError, in_one_line
 from ds_compress.version import __version__
 
@@ -69,38 +68,11 @@ def state_of(sides: Iterable[Side]) -> dict[str, Tensor]:
     }
 
 
-class Checkpointed(Protocol):
-    """What a session provides for its checkpoints."""
-
-    engine: Any
-    config: Config
-
-    @property
-    def stage(self) -> Any: ...
-
-    @property
-    def depth(self) -> Any: ...
-
-    @property
-    def replicas(self) -> Any: ...
-
-    def sides(self) -> list[Side]:
-        """Return the sides of boundaries that this rank has."""
-
-    def changed_settings(self) -> dict[str, Any]:
-        """Return the settings after all changes during training, equal on every rank."""
-
-    def own_measurements(self) -> dict[str, list[float]]:
-        """Return what this rank alone has recorded for its policy and its guard."""
-
-    def resume(self, changed_settings: dict[str, Any], own_measurements: dict[str, list[float]]) -> bool:
-        """Apply the settings of a checkpoint; return whether its run had the same block and boundaries."""
-
-
 class Checkpointer:
     """Saves and loads the state of a rank's channels together with DeepSpeed's checkpoints."""
 
-    def __init__(self, session: Checkpointed):
+    def __init__(self, session: Any):
+        """Save and load the state of a `Session` (engine/session.py)."""
         self._session = session
 
     def _rank_in_job(self) -> Rank:
@@ -124,6 +96,11 @@ class Checkpointer:
         everywhere = torch.tensor(values, dtype=torch.int64, device=self._session.engine.device)
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
         return everywhere.tolist()
+
+    def _first_with(self, failure: bool) -> int | None:
+        """Return the first rank that has a failure, None if there is none; every rank calls it."""
+        (rank,) = self._smallest(dist.get_rank() if failure else dist.get_world_size())
+        return rank if rank < dist.get_world_size() else None
 
     def save(self, root: Path, tag: str) -> None:
         """Write this rank's state beside DeepSpeed's checkpoint `tag` below `root`; every rank calls it.
@@ -151,18 +128,11 @@ class Checkpointer:
             )
         except (OSError, SafetensorError) as error:
             failure = f"{path} cannot be written: {error}"
-        self._all_saved(failure, tag)
-
-    def _all_saved(self, failure: str, tag: str) -> None:
-        """Raise an error on every rank if one has a `failure`.
-
-        Otherwise the others would wait for it in DeepSpeed's next barrier.
-
-        DeepSpeed has not written "latest" yet, so that file still names the previous checkpoint.
-        """
-        (rank,) = self._smallest(dist.get_rank() if failure else dist.get_world_size())
-        if rank < dist.get_world_size():
-            failure = failure or f"rank {rank} could not write its part"
+        # else the others would wait for this rank in DeepSpeed's next barrier; DeepSpeed has not written
+        # "latest" yet, so that file still names the previous checkpoint
+        first = self._first_with(bool(failure))
+        if first is not None:
+            failure = failure or f"rank {first} could not write its part"
             raise CompressionError(f"ds_compress: checkpoint {tag} is not complete: {failure}")
 
     def _load_depth(self, root: Path, tag: str, rank: Rank, restore: bool) -> None:
@@ -182,26 +152,17 @@ class Checkpointer:
         if replicas is None:
             return
         found, why = saved_gradients(root, tag, rank, step, replicas) if restore else (None, "")
-        (number,) = self._smallest(dist.get_rank() if found is None else dist.get_world_size())
-        missing = number < dist.get_world_size()
-        replicas.load({} if missing or found is None else found)
-        if missing and restore and number == dist.get_rank():
-            log.warning(
-                "ds_compress: %s: %s: %s",
-                Path(root, tag),
-                replicas.restarts,
-                why,
-            )
+        missing = self._first_with(found is None)
+        replicas.load({} if missing is not None or found is None else found)
+        if restore and missing == dist.get_rank():
+            log.warning("ds_compress: %s: %s: %s", Path(root, tag), replicas.restarts, why)
 
     def _load_changed_settings(self, root: Path, tag: str, rank: Rank) -> None:
         """Restore the settings that had changed during training, if all ranks find the same."""
-        changed_settings, own_measurements = saved_settings(
-            root, tag, rank, self._session.engine.global_steps
-        )
-        digest = hashlib.blake2b(
-            json.dumps(changed_settings, sort_keys=True).encode(), digest_size=7
-        ).digest()
-        number = int.from_bytes(digest, "little")
+        step = self._session.engine.global_steps
+        changed_settings, own_measurements = saved_settings(root, tag, rank, step)
+        text = json.dumps(changed_settings, sort_keys=True).encode()
+        number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
         had = bool(changed_settings.get("adopted"))
         least, most, lost = self._smallest(number, -number, -had)
         alike = least == -most
@@ -210,21 +171,17 @@ class Checkpointer:
             resumed = self._session.resume(changed_settings if alike else {}, own_measurements)
         except Exception as error:  # equal on all ranks, but not valid: all ranks start again from the block
             failure = in_one_line(error)
-        own, size = dist.get_rank(), dist.get_world_size()
-        (failed,) = self._smallest(own if failure else size)
-        if failed < size:
-            resumed = self._session.resume({}, {})
-            if failed == own:
-                log.warning(
-                    "ds_compress: %s: settings that changed during training start again from the block: %s",
-                    Path(root, tag),
-                    failure,
-                )
-        elif not resumed and lost and dist.get_rank() == 0:
+        failed = self._first_with(bool(failure))
+        if failed is not None:
+            self._session.resume({}, {})
+        elif not resumed and lost:
+            failed = 0
+            failure = "the block or the number of stages differs from the saved run, or a file cannot be read"
+        if failed == dist.get_rank():
             log.warning(
-                "ds_compress: %s: settings that changed during training start again from the block: the "
-                "block or the number of stages differs from the saved run, or a file cannot be read",
+                "ds_compress: %s: settings that changed during training start again from the block: %s",
                 Path(root, tag),
+                failure,
             )
 
     def load(self, root: Path, tag: str, restore: bool) -> None:
@@ -250,7 +207,8 @@ class Checkpointer:
         for side, its in zip(sides, found):
             restored = verdict.status[side.layer, rank.replica] == RESTORED
             memories = its.memories if restored else {}
-            side.boundary.warmup_end = self._warmup_end(side, its, restored)
+            again = engine.global_steps + max(1, session.config.warmup_steps) if side.needs_warmup else 0
+            side.boundary.warmup_end = its.warmup_end if restored else again  # equal on both sides
             session.stage.on_codec_stream(
                 side.boundary, functools.partial(side.boundary.restore, memories, engine.device)
             )
@@ -261,13 +219,6 @@ class Checkpointer:
         report = verdict.report(Path(root, tag))
         if restore and report and dist.get_rank() == 0:
             log.warning(report + self._warmup_again())
-
-    def _warmup_end(self, side: Side, found: Found, restored: bool) -> int:
-        """Return `Boundary.warmup_end` after a checkpoint was loaded; it is equal on both sides."""
-        session, step = self._session, self._session.engine.global_steps
-        if restored:
-            return found.warmup_end
-        return step + max(1, session.config.warmup_steps) if side.needs_warmup else 0
 
     def _warmup_again(self) -> str:
         """Return the part of a report that lists codecs that repeat their warm-up; empty if none does."""

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch import Tensor
 from ds_compress.feedback.digest import absorb
 from ds_compress.kernels.numerics import is_finite
 from ds_compress.planning.depth import MAX_DEPTH
+from ds_compress.registry import Options
 
 HASH_BYTES = 8
 
@@ -31,19 +32,11 @@ class DamagedFile(Exception):
     """A file that must not, or cannot, be loaded."""
 
 
-class Record(BaseModel):
-    """A part of a file's metadata."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
 FROM_JSON = Field(strict=False)
 """A tuple that may come as a list, as JSON has it."""
 
 
-class PolicyRecord(Record):
+class PolicyRecord(Options):
     """The state of a policy."""
 
     rungs: list[Annotated[tuple[int, str, int], FROM_JSON]]
@@ -52,7 +45,7 @@ class PolicyRecord(Record):
     """The policy's own state."""
 
 
-class ChangedSettings(Record):
+class ChangedSettings(Options):
     """The settings after all changes during training."""
 
     written: dict[str, Any]
@@ -64,7 +57,7 @@ class ChangedSettings(Record):
     """What the policy between replicas has decided; empty: there is none."""
 
 
-class Metadata(Record):
+class Metadata(Options):
     """The metadata of a file."""
 
     version: str

@@ -206,13 +206,9 @@ class Verdict:
         sentences = []
         for status, found in sorted(reasons.items()):
             places = "; ".join(
-                f"layer {layer}, replica {_listed(replicas)}" for layer, replicas in found.items()
+                f"layer {layer}, replica {', '.join(map(str, sorted(own)))}" for layer, own in found.items()
             )
             sentences.append(f"{REASONS[status]} ({places})")
         if not sentences:
             return ""
         return f"ds_compress: {folder}: state of channels starts from zero: {', '.join(sentences)}"
-
-
-def _listed(numbers: set[int]) -> str:
-    return ", ".join(map(str, sorted(numbers)))

@@ -87,17 +87,13 @@ def chosen(words: list[str] | None) -> list[Codec]:
     codecs = []
     for word in words or (name for name in names() if name != "none"):
         if word.lstrip().startswith("{"):
-            codecs.append(build(_parsed(word), "--codec"))
+            try:
+                codecs.append(build(json.loads(word), "--codec"))
+            except json.JSONDecodeError as error:
+                raise CompressionError(f"--codec: {shown(word)} is not JSON: {error}") from None
         else:
             codecs += [build({"name": word, **options}) for options in CODECS.find(word, "--codec").examples]
     return codecs
-
-
-def _parsed(word: str) -> object:
-    try:
-        return json.loads(word)
-    except ValueError as error:
-        raise CompressionError(f"--codec: {shown(word)} is not JSON: {error}") from None
 
 
 def benchmark_tensor(

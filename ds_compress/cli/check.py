@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import torch
 from ds_compress.autoload import near_misses
 from ds_compress.cli.arguments import DTYPES, add_import, add_message, integer
 from ds_compress.cli.console import importing_deepspeed, show
-from ds_compress.codec import CODECS, Codec, TensorSpec
+from ds_compress.codec import CODECS, TensorSpec
 from ds_compress.codecs.lowrank import LowRank
 from ds_compress.codecs.mixins import layers
 from ds_compress.config import DIRECTIONS, KEY, Config
-from ds_compress.config.quality import LIMITS
+from ds_compress.config.recipes import LIMITS
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary
 from ds_compress.message.packet import PacketLayout
@@ -109,7 +110,8 @@ def replica_sizes(
         raw_bytes = 8 * (replicas - 1) * parameters * options.every // replicas
         spec = TensorSpec((parameters,), torch.float32)
         wire_bytes = PacketLayout(config.outer_codec.layout(spec), "").nbytes
-        return [_replica_row("weights", config.outer_codec, raw_bytes, wire_bytes, parameters)]
+        sizes = raw_bytes, wire_bytes, wire_bytes
+        return [_row("replicas", "weights", config.outer_codec, sizes, parameters)]
     partitioned = dtype != torch.float32
     bits = options.parameters if options is not None else "none"
     changes = CODECS.build({"name": "quantize", "bits": bits}, "parameters") if bits != "none" else None
@@ -127,22 +129,25 @@ def replica_sizes(
             factors = used.layout(TensorSpec((width, width), torch.float32))
             share = sum(TensorSpec(*factor).nbytes for factor in factors) / width**2
             wire_bytes = round(2 * (replicas - 1) * parameters * share / replicas)
-        rows.append(_replica_row(what, used, raw_bytes, wire_bytes, parameters))
+        sizes = raw_bytes, wire_bytes, wire_bytes
+        rows.append(_row("replicas", what, used or UNCOMPRESSED[0], sizes, parameters))
     return rows
 
 
-def _replica_row(
-    what: str, codec: Codec | None, raw_bytes: int, wire_bytes: int, parameters: int
+def _row(
+    place: int | str, direction: str, codec: object, sizes: Sequence[int], values: int
 ) -> dict[str, Any]:
+    """Return a row; `sizes`: bytes uncompressed, then on the wire usually and at most."""
+    raw_bytes, wire_bytes, wire_bytes_at_most = sizes
     return {
-        "boundary": "replicas",
-        "direction": what,
-        "codec": str(codec or UNCOMPRESSED[0]),
+        "boundary": place,
+        "direction": direction,
+        "codec": str(codec),
         "raw_bytes": raw_bytes,
         "wire_bytes": wire_bytes,
-        "wire_bytes_at_most": wire_bytes,
+        "wire_bytes_at_most": wire_bytes_at_most,
         "ratio": raw_bytes / wire_bytes,
-        "bits_per_value": 8 * wire_bytes / parameters,
+        "bits_per_value": 8 * wire_bytes / values,
     }
 
 
@@ -184,17 +189,7 @@ def message_sizes(config: Config, stages: int, spec: TensorSpec) -> list[dict[st
         for direction in DIRECTIONS:
             channel = getattr(boundary, direction)
             message = channel.layout_of((spec,), channel.message_id(config.warmup_steps, 0))
-            wire_bytes = message.compressed_bytes(channel.codec)
-            rows.append(
-                {
-                    "boundary": number,
-                    "direction": direction,
-                    "codec": str(channel.codec if message.codecs[0] else UNCOMPRESSED[1]),
-                    "raw_bytes": message.raw_bytes,
-                    "wire_bytes": wire_bytes,
-                    "wire_bytes_at_most": message.most_bytes(channel.codec),
-                    "ratio": message.raw_bytes / wire_bytes,
-                    "bits_per_value": 8 * wire_bytes / spec.numel,
-                }
-            )
+            codec = channel.codec if message.codecs[0] else UNCOMPRESSED[1]
+            on_wire = message.compressed_bytes(channel.codec), message.most_bytes(channel.codec)
+            rows.append(_row(number, direction, codec, (message.raw_bytes, *on_wire), spec.numel))
     return rows

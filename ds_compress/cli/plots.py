@@ -23,9 +23,10 @@ COLORS = {
 }
 
 
-def _axes(title: str, x: str, y: str) -> tuple[Figure, Any]:
-    figure = Figure(figsize=SIZE, layout="constrained")
-    axes = figure.add_subplot(title=title, xlabel=x, ylabel=y)
+def _axes(title: str, x: str, y: str, more_lines: int = 0) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(SIZE[0], SIZE[1] + 0.3 * more_lines), layout="constrained")
+    axes = figure.add_subplot(xlabel=x, ylabel=y)
+    axes.set_title(title, loc="left" if more_lines else "center", size="medium" if more_lines else "large")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
@@ -45,11 +46,7 @@ def first_page(runs: list[RecordedRun]) -> Figure | None:
     if base is None:
         return None
     lines = [headline(run, base) for run in runs]
-    figure = Figure(figsize=(SIZE[0], SIZE[1] + 0.3 * len(lines)), layout="constrained")
-    axes = figure.add_subplot(xlabel="samples", ylabel=f"loss minus that of {base.name}")
-    axes.set_title("\n".join(lines), loc="left", fontsize="medium")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    figure, axes = _axes("\n".join(lines), "samples", f"loss minus that of {base.name}", len(lines))
     axes.axhline(0, color="black", linewidth=0.8)
     for number, run in enumerate(runs):
         points = difference(run, base)
@@ -152,11 +149,8 @@ def step_time(runs: list[RecordedRun]) -> Figure | None:
 
 def pareto(runs: list[RecordedRun]) -> Figure | None:
     """Draw loss over bytes; a line joins runs that no other beats in both."""
-    points = []
-    for number, run in enumerate(runs):
-        series = run.total("wire_bytes")
-        if series:
-            points.append((series[-1][1] / 1e6, run.final_loss, number))
+    series = (run.total("wire_bytes") for run in runs)
+    points = [(own[-1][1] / 1e6, runs[n].final_loss, n) for n, own in enumerate(series) if own]
     if not points:
         return None
     figure, axes = _axes("Bytes or loss: what each run pays", "MB on the wire, all boundaries", "final loss")

@@ -96,11 +96,10 @@ def _distinct(runs: list[RecordedRun]) -> list[RecordedRun]:
     names = [run.name for run in runs]
     runs = [replace(r, name=r.wandb_name) if r.wandb_name and names.count(r.name) > 1 else r for r in runs]
     names = [run.name for run in runs]
-    for name in names:
-        if names.count(name) > 1:
-            raise CompressionError(
-                f"report: {names.count(name)} runs are named {name!r}; give folders with other names"
-            )
+    for name in (name for name in names if names.count(name) > 1):
+        raise CompressionError(
+            f"report: {names.count(name)} runs are named {name!r}; give folders with other names"
+        )
     return runs
 
 

@@ -54,8 +54,11 @@ class RecordedRun:
 
     def between_replicas(self, name: str) -> Series:
         """Sum a value of gradients between replicas over all stages."""
-        stages = (replicas_label(stage, name) for stage in itertools.count())
-        return _sum([self.series[stage] for stage in itertools.takewhile(self.series.__contains__, stages)])
+        return _sum(self._by_stage(name))
+
+    def _by_stage(self, name: str) -> list[Series]:
+        labels = (replicas_label(stage, name) for stage in itertools.count())
+        return [self.series[each] for each in itertools.takewhile(self.series.__contains__, labels)]
 
     def rounds(self) -> dict[str, float]:
         """Return what rounds of replicas that are launched apart were like; empty if there were none.
@@ -69,26 +72,19 @@ class RecordedRun:
             return {}
         samples = {at for at, count in counts if count}
         members = [count for at, count in self.series[replicas_label(0, "members")] if at in samples]
-        stages = itertools.takewhile(
-            self.series.__contains__, (replicas_label(n, "round_s") for n in itertools.count())
-        )
-        seconds = [statistics.median(s for at, s in self.series[stage] if at in samples) for stage in stages]
+        times = self._by_stage("round_s")
         return {
             "rounds": counts[-1][1],
             "members_least": min(members),
             "members_most": max(members),
             "mb": self.between_replicas("wire_bytes")[-1][1] / counts[-1][1] / 1e6,
-            "seconds": max(seconds),
+            "seconds": max(statistics.median(s for at, s in own if at in samples) for own in times),
         }
 
     def median(self, name: str, boundary: int | None = None, direction: str | None = None) -> float:
         """Return median of the finite values of a label, nan when there is none."""
-        values = [
-            value
-            for _, value in self.series.get(label(name, boundary, direction), ())
-            if math.isfinite(value)
-        ]
-        return statistics.median(values) if values else math.nan
+        series = self.series.get(label(name, boundary, direction), ())
+        return statistics.median([value for _, value in series if math.isfinite(value)] or [math.nan])
 
     @property
     def final_loss(self) -> float:
@@ -167,12 +163,9 @@ def difference(run: RecordedRun, base: RecordedRun) -> Series:
 
 def _smoothed(series: Series) -> Series:
     """Return the moving mean of `SMOOTHED` values, at the last of them."""
-    values = [value for _, value in series]
-    window = min(SMOOTHED, len(values))
-    return [
-        (series[end - 1][0], sum(values[end - window : end]) / window)
-        for end in range(window, len(values) + 1)
-    ]
+    window = min(SMOOTHED, len(series))
+    windows = (series[end - window : end] for end in range(window, len(series) + 1))
+    return [(own[-1][0], sum(value for _, value in own) / window) for own in windows]
 
 
 def read_runs(path: Path) -> list[RecordedRun]:
@@ -197,7 +190,10 @@ def read_runs(path: Path) -> list[RecordedRun]:
     unusable: list[CompressionError] = []
     for place, kind in places:
         try:
-            series, config = _read(place, kind)
+            series, config = READERS[kind](place)
+            series = {name: sorted(dict(points).items()) for name, points in series.items()}
+            if not series.get(LOSS):
+                raise CompressionError(f"report: {place} holds no {LOSS}: the run wrote no step")
         except CompressionError as error:
             unusable.append(error)
             continue
@@ -217,15 +213,6 @@ def read_runs(path: Path) -> list[RecordedRun]:
     for reason in unusable:
         print(f"{reason}; skipped", file=sys.stderr)
     return runs
-
-
-def _read(place: Path, kind: str) -> Recording:
-    """Read one run; its series are in the order of the samples."""
-    series, config = READERS[kind](place)
-    series = {name: sorted(dict(points).items()) for name, points in series.items()}
-    if not series.get(LOSS):
-        raise CompressionError(f"report: {place} holds no {LOSS}: the run wrote no step")
-    return series, config
 
 
 def _places(path: Path) -> list[tuple[Path, str]]:

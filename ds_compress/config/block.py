@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator
 
 from ds_compress.config import recipes
-from ds_compress.config.quality import Quality
+from ds_compress.config.recipes import Quality
 from ds_compress.config.replicas import ReplicasOptions
 from ds_compress.registry import Options, Steps
 

@@ -6,8 +6,7 @@ from typing import Any
 from ds_compress.codec import TYPICAL, Codec
 from ds_compress.codecs.mixins import layers
 from ds_compress.config.block import DIRECTIONS, KEY, Block
-from ds_compress.config.quality import LIMITS
-from ds_compress.config.recipes import AUTO
+from ds_compress.config.recipes import AUTO, LIMITS
 from ds_compress.errors import CompressionError, shown, shown_key
 
 _MISSING = object()
@@ -72,9 +71,8 @@ def _of_guard(config: Any) -> dict[str, str]:
     return {
         "guard.loss": not_compared,
         "guard.loss_floor": not_compared,
-        "guard.error": not_measured or ("" if loses_forward else "no codec of activations loses anything"),
-        "guard.gradient_error": not_measured
-        or ("" if loses_backward else "no codec of gradients loses anything"),
+        "guard.error": not_measured or "no codec of activations loses anything" * (not loses_forward),
+        "guard.gradient_error": not_measured or "no codec of gradients loses anything" * (not loses_backward),
         "guard.nonfinite": not_measured,
         "guard.residual": not_measured or ("" if has_residual else "no feedback keeps a residual"),
     }

@@ -18,8 +18,7 @@ from ds_compress.config.checks import check, check_nesting, check_policy, feedba
 from ds_compress.config.policies import POLICIES
 from ds_compress.config.policies.ladder import check as check_ladders
 from ds_compress.config.policies.ladder import replica_ladder
-from ds_compress.config.quality import Quality
-from ds_compress.config.recipes import with_changes, with_recipe
+from ds_compress.config.recipes import Quality, with_changes, with_recipe
 from ds_compress.config.replicas import build_replica_codec
 from ds_compress.errors import REQUIRE, CompressionError, errors_at, is_required, shown
 from ds_compress.feedback import FEEDBACKS, Feedback
@@ -319,6 +318,11 @@ class Config:
     def _choice(self, boundary: int | None, direction: str) -> tuple[Codec, Feedback]:
         chosen = self.find_choice(boundary, direction)
         return CODECS.build(*chosen["codec"]), FEEDBACKS.build(*chosen["feedback"])
+
+    def codec_choice(self, boundary: int | None, direction: str) -> dict[str, Any]:
+        """Return the codec of `find_choice` as an object with its name."""
+        choice = self.find_choice(boundary, direction)["codec"][0]
+        return {"name": choice} if isinstance(choice, str) else choice
 
     def find_choice(self, boundary: int | None, direction: str) -> dict[str, tuple[Any, str]]:
         """Return the value of "codec" and of "feedback" in the block, and its JSON path.

@@ -2,14 +2,17 @@
 
 A recipe is a ds_config.json of `ds_compress/recipes` (`ds_configs` in a source tree), runnable as it is; only
 its "ds_compress" block counts here.
+
+Recipe "auto" chooses settings within an error budget, which promises what the recipe of its name does. Its
+limits are the largest errors of that recipe on the language models that it was judged on.
 """
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from ds_compress.config.quality import DEFAULT
 from ds_compress.errors import CompressionError, did_you_mean, shown
 
 FOLDER = Path(__file__).parents[1] / "recipes"
@@ -17,6 +20,32 @@ WHOLE = ("codec", "feedback")
 """Keys whose value replaces that of the recipe as a whole: options of one codec mean nothing to another."""
 AUTO = "auto"
 """Name of the recipe that chooses settings from measurements of the first steps."""
+
+Quality = Literal["lossless", "safe", "balanced", "aggressive"]
+
+
+@dataclass(frozen=True)
+class ErrorLimits:
+    """Largest errors of messages: relative ones ||x - C(x)|| / ||x|| of activations, and of gradients those
+    of what an optimizer accumulates (`message.gradient_error`)."""
+
+    forward: float
+    backward: float
+
+    def allow(self, forward: float, backward: float) -> bool:
+        """Return whether errors are small enough."""
+        return forward <= self.forward and backward <= self.backward
+
+
+LIMITS: dict[Quality, ErrorLimits] = {
+    "lossless": ErrorLimits(0.0, 0.0),
+    "safe": ErrorLimits(0.03, 0.12),
+    "balanced": ErrorLimits(0.05, 0.17),
+    "aggressive": ErrorLimits(0.07, 0.23),
+}
+"""The largest errors in any row of a language model in results/small.jsonl, rounded up to 0.01."""
+
+DEFAULT: Quality = "safe"
 
 
 def names() -> list[str]:

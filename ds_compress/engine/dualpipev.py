@@ -84,10 +84,7 @@ class TwoStages(Stage):
     """The stages of both phases of a rank."""
 
     def __init__(
-        self,
-        config: Config,
-        p2p: PointToPoint,
-        phases: list[tuple[Boundary | None, Boundary | None]],
+        self, config: Config, p2p: PointToPoint, phases: list[tuple[Boundary | None, Boundary | None]]
     ):
         """Connect `phases`: the boundaries before and after the rank's stage of each phase."""
         super().__init__(config, p2p, *phases[0])
@@ -122,9 +119,8 @@ class DualPipeVSession(Session):
         for direction in DIRECTIONS:
             if config.has_extra_payload(direction):
                 raise CompressionError(
-                    f"{KEY}.{direction}: DualPipeV posts receives before the size of a message that "
-                    "follows from the "
-                    "data is known; allowed: any codec but 'lossless', any feedback but 'aqsgd'"
+                    f"{KEY}.{direction}: DualPipeV posts receives before the size of a message that follows "
+                    "from the data is known; allowed: any codec but 'lossless', any feedback but 'aqsgd'"
                 )
         depth = config.block.link.depth
         if depth != 1:

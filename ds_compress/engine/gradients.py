@@ -78,14 +78,10 @@ class GradientTraffic:
         self._numbers = {id(parameter): number for number, parameter in compressed.items()}
         replicas = Replicas(dist.get_world_size(group), dist.get_rank(group), group, engine.stage_id)
         bucket_bytes = options.bucket_mb * 10**6
+        shared = block.seed, block.link.checksum
+        itemsize = engine.communication_data_type.itemsize
         self.exchange = build_exchange(
-            replicas,
-            config.replica_codec,
-            compressed,
-            bucket_bytes,
-            block.seed,
-            block.link.checksum,
-            engine.communication_data_type.itemsize,
+            replicas, config.replica_codec, compressed, bucket_bytes, *shared, itemsize
         )
         self._has_partitions = has_partitions
         self.is_partitioned = False
@@ -94,8 +90,7 @@ class GradientTraffic:
         self._parameters = None
         if options.parameters != "none":
             codec = CODECS.build({"name": "quantize", "bits": options.parameters}, "parameters")
-            shared = self.exchange.sent, block.seed, block.link.checksum
-            self._parameters = ParameterExchange(replicas, codec, bucket_bytes, *shared)
+            self._parameters = ParameterExchange(replicas, codec, bucket_bytes, self.exchange.sent, *shared)
         self._measure_every = block.monitor.every if engine.monitor.enabled else 0
         self._guard = block.guard
         self._gradient_error = math.nan
@@ -214,9 +209,8 @@ class GradientTraffic:
             self.exchange.take_gradient_error()  # of steps that only the monitor has measured
         if any(self._guard.is_due(self._compressed_steps() + 1 + later) for later in range(AVERAGED)):
             self.exchange.measure()
-        self._before = (
-            self.exchange.slices.memories() if hasattr(self._engine.optimizer, "overflow") else None
-        )
+        may_skip = hasattr(self._engine.optimizer, "overflow")
+        self._before = self.exchange.slices.memories() if may_skip else None
         if self.early is not None:
             engine, size = self._engine, self.exchange.replicas.size
             sends = engine.pipeline_enable_backward_allreduce and engine.global_steps >= self._warmup_steps

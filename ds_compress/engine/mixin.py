@@ -8,7 +8,7 @@ ds_compress sets on an engine is its `Session`.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,62 +32,52 @@ _Engine: Any = object
 """What stands behind a mixin: DeepSpeed's engine, which has no types."""
 
 
-def _run_forward_pass(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
-    session = engine.ds_compress
-    profiler = session.depth.profiler
-    with profiler.timed("forward", buffer_id) if profiler else _UNTIMED:
-        session.original[schedule.ForwardPass](engine, buffer_id, *args, **kwargs)
-    # A shape message that goes DeepSpeed's way goes first, in its own order
-    shapes_known = bool(session.stage.shape_links) or not (engine.dynamic_shape or engine.first_output_send)
-    lookahead = session.lookahead
-    may_leave = session.is_eager and shapes_known and lookahead.at[0] in lookahead.early
-    if may_leave and lookahead.leaves_early(schedule.ForwardPass, buffer_id):
-        run = partial(session.original[schedule.SendActivation], engine, buffer_id)
-        session.send(Instruction.SEND_ACTIVATION, buffer_id, run)
+def _around_pass(name: str, kind: type, send: type, instruction: Instruction) -> Callable[..., None]:
+    """Return what runs instead of DeepSpeed's function for a pass: its message may leave after it."""
+    is_forward = name == "forward"
+
+    def run_pass(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
+        session = engine.ds_compress
+        profiler = session.depth.profiler
+        with profiler.timed(name, buffer_id) if profiler else _UNTIMED:
+            session.original[kind](engine, buffer_id, *args, **kwargs)
+        lookahead = session.lookahead
+        may_leave = session.is_eager and lookahead.at[0] in lookahead.early
+        if may_leave and is_forward:
+            # A shape message that goes DeepSpeed's way goes first, in its own order
+            in_order = engine.dynamic_shape or engine.first_output_send
+            may_leave = bool(session.stage.shape_links) or not in_order
+        if may_leave and lookahead.leaves_early(kind, buffer_id):
+            session.send(instruction, buffer_id, partial(session.original[send], engine, buffer_id))
+        if not is_forward and session.gradients is not None and session.gradients.early is not None:
+            session.gradients.early.end_pass()
+
+    return run_pass
 
 
-def _run_backward_pass(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
-    session = engine.ds_compress
-    profiler = session.depth.profiler
-    with profiler.timed("backward", buffer_id) if profiler else _UNTIMED:
-        session.original[schedule.BackwardPass](engine, buffer_id, *args, **kwargs)
-    lookahead = session.lookahead
-    may_leave = session.is_eager and lookahead.at[0] in lookahead.early
-    if may_leave and lookahead.leaves_early(schedule.BackwardPass, buffer_id):
-        run = partial(session.original[schedule.SendGrad], engine, buffer_id)
-        session.send(Instruction.SEND_GRAD, buffer_id, run)
-    if session.gradients is not None and session.gradients.early is not None:
-        session.gradients.early.end_pass()
+def _around_send(kind: type, instruction: Instruction) -> Callable[..., None]:
+    """Return what runs instead of DeepSpeed's function for a send instruction."""
+
+    def run_send(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
+        session = engine.ds_compress
+        if session.lookahead.at[0] not in session.lookahead.left:
+            send = partial(session.original[kind], engine, buffer_id, *args, **kwargs)
+            session.send(instruction, buffer_id, send)
+
+    return run_send
 
 
-def _run_send_activations(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
-    session = engine.ds_compress
-    if session.lookahead.at[0] not in session.lookahead.left:
-        run = partial(session.original[schedule.SendActivation], engine, buffer_id, *args, **kwargs)
-        session.send(Instruction.SEND_ACTIVATION, buffer_id, run)
+def _around_receive(kind: type, instruction: Instruction) -> Callable[..., None]:
+    """Return what runs instead of DeepSpeed's function for a receive instruction."""
 
+    def run_receive(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
+        session = engine.ds_compress
+        original = session.original[kind]
+        copies = getattr(original, "__globals__", None) is not DEEPSPEED  # as `is_deepspeeds`, without a call
+        receive = partial(original, engine, buffer_id, *args, **kwargs)
+        session.receive(instruction, buffer_id, receive, copies)
 
-def _run_send_grads(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
-    session = engine.ds_compress
-    if session.lookahead.at[0] not in session.lookahead.left:
-        run = partial(session.original[schedule.SendGrad], engine, buffer_id, *args, **kwargs)
-        session.send(Instruction.SEND_GRAD, buffer_id, run)
-
-
-def _run_recv_activations(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
-    session = engine.ds_compress
-    original = session.original[schedule.RecvActivation]
-    copies = getattr(original, "__globals__", None) is not DEEPSPEED  # as `is_deepspeeds`, without a call
-    run = partial(original, engine, buffer_id, *args, **kwargs)
-    session.receive(Instruction.RECV_ACTIVATION, buffer_id, run, copies)
-
-
-def _run_recv_grads(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
-    session = engine.ds_compress
-    original = session.original[schedule.RecvGrad]
-    copies = getattr(original, "__globals__", None) is not DEEPSPEED  # as `is_deepspeeds`, without a call
-    run = partial(original, engine, buffer_id, *args, **kwargs)
-    session.receive(Instruction.RECV_GRAD, buffer_id, run, copies)
+    return run_receive
 
 
 class CompressedEngine(_Engine):
@@ -100,12 +90,16 @@ class CompressedEngine(_Engine):
     ds_compress: Session
 
     _AROUND: ClassVar[dict[type, Callable[..., None]]] = {
-        schedule.ForwardPass: _run_forward_pass,
-        schedule.BackwardPass: _run_backward_pass,
-        schedule.SendActivation: _run_send_activations,
-        schedule.RecvActivation: _run_recv_activations,
-        schedule.SendGrad: _run_send_grads,
-        schedule.RecvGrad: _run_recv_grads,
+        schedule.ForwardPass: _around_pass(
+            "forward", schedule.ForwardPass, schedule.SendActivation, Instruction.SEND_ACTIVATION
+        ),
+        schedule.BackwardPass: _around_pass(
+            "backward", schedule.BackwardPass, schedule.SendGrad, Instruction.SEND_GRAD
+        ),
+        schedule.SendActivation: _around_send(schedule.SendActivation, Instruction.SEND_ACTIVATION),
+        schedule.RecvActivation: _around_receive(schedule.RecvActivation, Instruction.RECV_ACTIVATION),
+        schedule.SendGrad: _around_send(schedule.SendGrad, Instruction.SEND_GRAD),
+        schedule.RecvGrad: _around_receive(schedule.RecvGrad, Instruction.RECV_GRAD),
     }
     """By instruction, what runs instead of DeepSpeed's function; functions, as a subclass of the engine may
     have methods of any name."""
@@ -171,13 +165,11 @@ class CompressedEngine(_Engine):
     # Some projects call these directly instead of through a schedule
 
     def _exec_send_activations(self, buffer_id: int, *args: Any, **kwargs: Any) -> None:
-        original = super()._exec_send_activations
-        run = partial(original, buffer_id, *args, **kwargs)
+        run = partial(super()._exec_send_activations, buffer_id, *args, **kwargs)
         self.ds_compress.send(Instruction.SEND_ACTIVATION, buffer_id, run)
 
     def _exec_send_grads(self, buffer_id: int, *args: Any, **kwargs: Any) -> None:
-        original = super()._exec_send_grads
-        run = partial(original, buffer_id, *args, **kwargs)
+        run = partial(super()._exec_send_grads, buffer_id, *args, **kwargs)
         self.ds_compress.send(Instruction.SEND_GRAD, buffer_id, run)
 
     def _exec_recv_activations(self, buffer_id: int, *args: Any, **kwargs: Any) -> None:
@@ -247,7 +239,8 @@ def _evaluate_both(
     if config.block.eval != "both" or not is_loss:
         return evaluate(data_iter, *args, **kwargs)
     asked["bcast_loss"] = True  # to the rank that reports
-    once, again = _twice(data_iter)
+    items = None if data_iter is None else iter(lambda: next(data_iter), object())
+    once, again = (None, None) if items is None else itertools.tee(items)
     other: Mode = "compressed" if config.eval == "uncompressed" else "uncompressed"
     monitored, losses = engine.monitor.enabled, dict[str, float]()
     engine.module.eval()  # as DeepSpeed does, and leaves it
@@ -261,21 +254,9 @@ def _evaluate_both(
     losses[config.eval] = loss.mean().item()
     session.eval_losses = losses
     if engine.global_rank == 0:
-        _report(engine, losses)
+        values = ", ".join(f"{losses[mode]:.4f} {mode}" for mode in EVAL_LOSS)
+        print(f"ds_compress: evaluation after step {engine.global_steps}: loss {values}", flush=True)
+        if monitored:
+            events = [(label(name), losses[mode], engine.global_samples) for mode, name in EVAL_LOSS.items()]
+            engine.monitor.write_events(events)
     return loss
-
-
-def _report(engine: Any, losses: Mapping[str, float]) -> None:
-    values = ", ".join(f"{losses[mode]:.4f} {mode}" for mode in EVAL_LOSS)
-    print(f"ds_compress: evaluation after step {engine.global_steps}: loss {values}", flush=True)
-    if engine.monitor.enabled:
-        events = [(label(name), losses[mode], engine.global_samples) for mode, name in EVAL_LOSS.items()]
-        engine.monitor.write_events(events)
-
-
-def _twice(data_iter: Any) -> tuple[Iterator[Any] | None, Iterator[Any] | None]:
-    """Return two iterators over the items of `data_iter`, which is read once; twice None for None."""
-    if data_iter is None:
-        return None, None
-    once, again = itertools.tee(iter(lambda: next(data_iter), object()))
-    return once, again

@@ -266,7 +266,11 @@ class OuterTraffic:
             verdict: dict[str, Any] = {"address": os.environ.get(STORE, ""), "own": position}
             try:
                 worker = _Worker(connect(verdict["address"]), self._options)
-                verdict["membership"] = worker.rounds.join(self._settings(shapes), position)
+                launch = {
+                    "ranks of a launch": len(shapes),
+                    "shapes of the parameters of all ranks": [*shapes],
+                }
+                verdict["membership"] = worker.rounds.join({**self._shared, **launch}, position)
             except CompressionError as error:
                 verdict["refused"] = str(error)
             except RuntimeError as error:
@@ -308,14 +312,6 @@ class OuterTraffic:
             place = f"{verdict['address']}, round {position.round}"
             print(f"ds_compress: replica {number} joins at {place}, with {weights}", flush=True)
         return is_newcomer
-
-    def _settings(self, shapes: tuple[str, ...]) -> dict[str, Any]:
-        """Return what all replicas must have, by JSON path or in words."""
-        return {
-            **self._shared,
-            "ranks of a launch": len(shapes),
-            "shapes of the parameters of all ranks": list(shapes),
-        }
 
 
 class _Worker:

@@ -6,7 +6,7 @@ use the layouts, sizes and fingerprints of the new codecs. A feedback with uncha
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ds_compress.codecs.mixins import needs_warmup
@@ -28,20 +28,20 @@ class Reconfigurator:
         engine: Any,
         stage: Stage,
         boundaries: int,
-        check: Callable[[Config], object],
-        follow: Callable[[], None],
+        check: Callable[[Config, int], object],
+        watching: Sequence[Any],
     ):
         """
         Args:
             engine: DeepSpeed's.
             boundaries: how many the pipeline has.
-            check: raises CompressionError for settings that the engine does not support.
-            follow: called when settings have changed.
+            check: raises CompressionError for settings that an engine of so many stages does not support.
+            watching: parts that `follow` when settings have changed.
         """
         self._engine = engine
         self._stage = stage
         self._check = check
-        self._follow = follow
+        self._watching = watching
         written = {name: stage.config.settings[name] for name in WRITTEN}
         self._written = json.loads(json.dumps({**written, "number of boundaries": boundaries}))
 
@@ -83,7 +83,7 @@ class Reconfigurator:
                 f"{KEY}: settings cannot change while a step runs; adopt between two steps"
             )
         other = config.changed({"boundaries": adopted})
-        self._check(other)
+        self._check(other, engine.num_stages)
         _check_warmup(config, other, engine.global_steps)
         other.prepare()
         config.adopted = adopted
@@ -91,7 +91,8 @@ class Reconfigurator:
             return False
         wire_extra_links(stage, engine)
         stage.adopt()
-        self._follow()
+        for part in self._watching:
+            part.follow()
         return True
 
 

@@ -36,9 +36,8 @@ from ds_compress.runtime.auto import AutoController
 from ds_compress.runtime.depth import DepthController
 from ds_compress.runtime.guard import Guard
 from ds_compress.runtime.interface import Change
-from ds_compress.runtime.policy import PolicyController
+from ds_compress.runtime.policy import PolicyController, ReplicaPolicy
 from ds_compress.runtime.replica_check import ReplicaCheck
-from ds_compress.runtime.replica_policy import ReplicaPolicy
 from ds_compress.runtime.stage_profile import all_gather
 from ds_compress.runtime.watchdog import Watchdog
 
@@ -107,7 +106,10 @@ class Session:
         self.is_eager = config.block.link.mode == "eager" and self.own_link is None
         self.depth = AutoController(config) if config.quality else DepthController(config.block.link)
         self.stage = self.connect(p2p)
-        self.tracking = self._track()
+        used = {channel.codec.name for b in self.stage.boundaries for channel in b.channels}
+        is_lossy = config.has_policy or config.quality is not None or used - {"none"}
+        follows = is_lossy and config.block.tensors == "large"
+        self.tracking = DependencyTracker(engine.module) if follows else None
         self.gradients = connect_replicas(engine, config)
         if self.gradients is not None:
             self.stage.groups.append(self.gradients.exchange.replicas.group)
@@ -128,9 +130,8 @@ class Session:
             reports=engine.global_rank == 0,
             replicas=self.replicas.describe() if self.replicas else "",
         )
-        self.reconfigurator = Reconfigurator(
-            engine, self.stage, boundaries, self._check_change, self._follow_config
-        )
+        watching = self.guard, self.replica_check, self.monitor
+        self.reconfigurator = Reconfigurator(engine, self.stage, boundaries, self.check, watching)
         self.policy = PolicyController(config, boundaries, engine.device, all_gather)
         self.replica_policy = None
         if self.gradients is not None and config.replica_ladder:
@@ -186,7 +187,9 @@ class Session:
         engine = self.engine
         training = torch.is_grad_enabled() and engine.module.training
         masked = engine.has_attention_mask or engine.has_bool_tensors
-        return StepContext(engine.global_steps, training, self._loss_scale(), int(masked))
+        # the same on all stages, as all skip the same steps; evaluation needs no optimizer
+        loss_scale = engine.optimizer.loss_scale if engine.fp16_enabled() and engine.optimizer else 1.0
+        return StepContext(engine.global_steps, training, float(loss_scale), int(masked))
 
     @contextmanager
     def batch(self) -> Iterator[None]:
@@ -325,8 +328,12 @@ class Session:
         gradients: Specs | None = None
         if not forward:
             inputs = engine.pipe_buffers["inputs"][buffer_id]
-            is_alike = isinstance(inputs, Tensor) and not engine.is_grad_partitioned
-            gradients = (inputs,) if is_alike else self._gradients_sent(inputs)
+            if engine.is_grad_partitioned:
+                gradients = ()  # they are not known
+            elif isinstance(inputs, Tensor):
+                gradients = (inputs,)
+            else:
+                gradients = [tensor for tensor in tensors_in(inputs) or () if tensor.is_floating_point()]
         sending = Sending(
             stage=engine.next_stage if forward else engine.prev_stage,
             announced=functools.partial(stage.announced.get, end.channel.boundary.number),
@@ -367,10 +374,7 @@ class Session:
             run()
         finally:
             p2p.receiving = around
-        if end.messages == before:
-            stage.unused.add(instruction)
-        else:
-            stage.unused.discard(instruction)
+        (stage.unused.add if end.messages == before else stage.unused.discard)(instruction)
         if forward and self.lookahead.tracking:
             self.mark_received(as_list(engine.pipe_buffers["inputs"][buffer_id]), end.channel.boundary)
 
@@ -384,12 +388,6 @@ class Session:
         if forward or (sending.gradients and number in stage.announced):
             self.config.refuse_if_required(f"{channel.place}: {why}")
             self._left_alone.log(f"{channel.place}: left to DeepSpeed, uncompressed: {why}")
-
-    def _gradients_sent(self, inputs: Any) -> Sequence[Tensor]:
-        """Return tensors like the gradients of several `inputs`; empty where they are not known."""
-        if self.engine.is_grad_partitioned:
-            return ()
-        return [tensor for tensor in tensors_in(inputs) or () if tensor.is_floating_point()]
 
     def _gradients_received(self) -> Specs:
         """Return tensors like the gradients that are received next."""
@@ -407,13 +405,6 @@ class Session:
         is_left = boundary is not None and boundary.number in self.stage.left_because
         is_ours = self.engine._INSTRUCTION_MAP[send] is self.engine._AROUND[send]
         return not is_left and is_ours and is_deepspeeds(self.original[send])
-
-    def _track(self) -> DependencyTracker | None:
-        """Return a tracker of parameter dependence, if any codec may be lossy."""
-        config = self.config
-        used = {channel.codec.name for b in self.stage.boundaries for channel in b.channels}
-        lossy = config.has_policy or config.quality is not None or used - {"none"}
-        return DependencyTracker(self.engine.module) if lossy and config.block.tensors == "large" else None
 
     @contextmanager
     def _looking_ahead(self, pipe_schedule: Any) -> Iterator[dict[Instruction, int]]:
@@ -442,11 +433,6 @@ class Session:
         order = "" if self.lookahead.left else ", but every message in the order of the schedule"
         return f"eager{depth}{order}"
 
-    def _loss_scale(self) -> float:
-        """Return the factor of gradients at present: the same on all stages, as all skip the same steps."""
-        optimizer = self.engine.optimizer  # None while it is not configured yet: evaluation does not need it
-        return float(optimizer.loss_scale) if self.engine.fp16_enabled() and optimizer else 1.0
-
     def _put_in_force(self, change: Change | None) -> None:
         if change is not None:
             differs = self.reconfigure(change.boundaries)
@@ -459,10 +445,3 @@ class Session:
             self.reconfigure(first)
         if self.replica_policy is not None:
             self.replica_policy.start(self.engine.global_steps)
-
-    def _check_change(self, config: Config) -> None:
-        self.check(config, self.engine.num_stages)
-
-    def _follow_config(self) -> None:
-        for part in (self.guard, self.replica_check, self.monitor):
-            part.follow()

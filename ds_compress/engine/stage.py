@@ -11,12 +11,7 @@ from torch import Tensor
 
 from ds_compress.codec import MessageId, TensorSpec
 from ds_compress.config import Config
-from ds_compress.engine.intercept import (
-    PointToPoint,
-    ShapeLinks,
-    ShapeMessage,
-    Specs,
-)
+from ds_compress.engine.intercept import PointToPoint, ShapeLinks, ShapeMessage, Specs
 from ds_compress.message.channel import Boundary, Channel
 from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
 from ds_compress.transport.p2p import Receiver, Sender

@@ -252,12 +252,8 @@ def _find_bases_on_rank_0(
         ) from failure
     for number, width in enumerate(widths):
         if dist.get_rank():
-            found.append(
-                Basis(
-                    torch.empty(width, dtype=torch.float32, device="cpu"),
-                    torch.empty(rank, width, dtype=torch.float32, device="cpu"),
-                )
-            )
+            sizes = (width,), (rank, width)
+            found.append(Basis(*(torch.empty(size, dtype=torch.float32, device="cpu") for size in sizes)))
         found[number] = Basis(*(_broadcast(tensor.to(device)).cpu() for tensor in found[number]))
     return found
 

@@ -116,15 +116,13 @@ class Sequences:
             self.train, self.eval = (list(each) for each in zip(*parts))
         else:
             self.train, self.eval = found, _load(settings, data.eval, tokenizer)
-        is_packed = isinstance(settings.sequence_length, int)
         for name, sequences in (("train", self.train), ("eval", self.eval)):
             if not sum(map(len, sequences)):
-                raise CompressionError(
-                    f"data: too little text: no {name} sequence of {settings.lengths[-1]} tokens; give more "
-                    "text, or a smaller sequence_length"
-                    if is_packed
-                    else f"data: too little text: no {name} document in which something is learned; give more"
-                )
+                missing = f"no {name} document in which something is learned; give more"
+                if isinstance(settings.sequence_length, int):
+                    length = f"{settings.lengths[-1]} tokens; give more text, or a smaller sequence_length"
+                    missing = f"no {name} sequence of {length}"
+                raise CompressionError(f"data: too little text: {missing}")
         self._settings = settings
 
     def __len__(self) -> int:

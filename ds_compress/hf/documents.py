@@ -94,10 +94,8 @@ def _tokenize_conversation(messages: list[dict[str, Any]], tokenizer: Any, where
     labels = [IGNORED] * len(ids)
     for number, message in enumerate(messages):
         if message.get("role") == "assistant":
-            before, through = (
-                encode_turns(messages[:number], True),
-                encode_turns(messages[: number + 1], False),
-            )
+            before = encode_turns(messages[:number], True)
+            through = encode_turns(messages[: number + 1], False)
             if through[: len(before)] != before or ids[: len(through)] != through:
                 raise CompressionError(
                     f"{where}: message {number}: the chat template changes earlier turns when this one is "

@@ -20,9 +20,8 @@ from torch.utils.flop_counter import flop_registry
 from transformers import PretrainedConfig
 
 from ds_compress.errors import CompressionError, in_one_line
-from ds_compress.hf.lora import add_adapters
 from ds_compress.hf.model import plan_parts
-from ds_compress.hf.part import AFTER, EMBEDDING, LAYER, Part, causal_lm_loss
+from ds_compress.hf.part import AFTER, EMBEDDING, LAYER, Part, add_adapters, causal_lm_loss
 from ds_compress.hf.quantized import count_bytes, is_quantized
 from ds_compress.hf.settings import Settings
 from ds_compress.hf.training import DTYPES
@@ -93,9 +92,14 @@ def predict_footprint(settings: Settings, config: PretrainedConfig) -> list[Stag
             if lora:
                 add_adapters(part, copy.deepcopy(lora), settings.seed)
         trained = sum(p.numel() for part in parts for p in part.parameters() if p.requires_grad)
-        passes = _FakePasses(parts, settings.activation_checkpoint_interval)
         try:
-            kept, peak, left, *flops = passes.run((sequences, length), text.hidden_size, isolated)
+            kept, peak, left, *flops = _measure_passes(
+                parts,
+                settings.activation_checkpoint_interval,
+                (sequences, length),
+                text.hidden_size,
+                isolated,
+            )
         except Exception as error:  # a model that looks at its data
             raise CompressionError(
                 f"{type(config).__name__}: memory cannot be predicted: {in_one_line(error)}"
@@ -132,10 +136,7 @@ class _FakeTensorMeter(TorchDispatchMode):
     """Counts operations, and the bytes of live tensors that were created while it is active."""
 
     def __init__(self, known: list[Tensor]):
-        """
-        Args:
-            known: tensors that are not counted.
-        """
+        """Count no tensors in `known`."""
         super().__init__()
         self.now = self.peak = self.flops = 0
         self._storages = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
@@ -156,54 +157,44 @@ class _FakeTensorMeter(TorchDispatchMode):
         self.now -= nbytes
 
 
-class _FakePasses:
-    """Runs one micro-batch forward and backward through the parts of a stage, on fake tensors."""
+def _measure_passes(
+    parts: list[Part], interval: int, shape: tuple[int, int], width: int, isolated: bool
+) -> tuple[int, int, int, int, int]:
+    """Run one micro-batch forward and backward through the parts of a stage, on fake tensors.
 
-    def __init__(self, parts: list[Part], interval: int):
-        """
-        Args:
-            interval: number of parts that one activation checkpoint covers; 0: no recomputation.
-        """
-        self._parts, self._interval = parts, interval
+    Args:
+        interval: number of parts that one activation checkpoint covers; 0: no recomputation.
+        shape: sequences and tokens of the micro-batch.
+        width: of hidden states.
+        isolated: whether token positions accompany the hidden states.
 
-    def run(self, shape: tuple[int, int], width: int, isolated: bool) -> tuple[int, int, int, int, int]:
-        """Return bytes kept between the passes, at the peak and by the graph afterwards, and the operations
-        of both passes.
-
-        Args:
-            shape: sequences and tokens of the micro-batch.
-            width: of hidden states.
-            isolated: whether token positions accompany the hidden states.
-        """
-        first, last = self._parts[0].part_id.kind == EMBEDDING, self._parts[-1].part_id.kind == AFTER
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            known = [tensor for part in self._parts for tensor in _make_fake(part)]
-            with _FakeTensorMeter(known) as meter:
-                ids = torch.zeros(shape, dtype=torch.int64, device="cpu")
-                hidden = torch.zeros(
-                    *shape, width, dtype=self._parts[0].dtype, device="cpu", requires_grad=True
-                )
-                x: Any = ids if first else hidden
-                del hidden
-                if isolated:
-                    x = x, torch.zeros(shape, dtype=torch.int64, device="cpu")
-                x = self._forward(x)
-                output = causal_lm_loss(x, ids) if last else x[0] if isolated else x
-                del x
-                kept, forward_flops = meter.now, meter.flops
-                output.backward(torch.ones_like(output))
-                before = meter.now
-                del output
-                left = before - meter.now
-        return kept, meter.peak, left, forward_flops, meter.flops - forward_flops
-
-    def _forward(self, x: Any) -> Any:
-        if not self._interval:
-            return _run_parts(self._parts, x)
-        for start in range(0, len(self._parts), self._interval):
-            own = self._parts[start : start + self._interval]
-            x = checkpoint(_run_parts, own, x, use_reentrant=False, preserve_rng_state=False)
-        return x
+    Returns:
+        Bytes kept between the passes, at the peak and by the graph afterwards; the operations of both passes.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        known = [tensor for part in parts for tensor in _make_fake(part)]
+        with _FakeTensorMeter(known) as meter:
+            ids = torch.zeros(shape, dtype=torch.int64, device="cpu")
+            x: Any = torch.zeros(*shape, width, dtype=parts[0].dtype, device="cpu", requires_grad=True)
+            if parts[0].part_id.kind == EMBEDDING:
+                x = ids
+            if isolated:
+                x = x, torch.zeros(shape, dtype=torch.int64, device="cpu")
+            step = interval or len(parts)
+            for own in (parts[start : start + step] for start in range(0, len(parts), step)):
+                if interval:
+                    x = checkpoint(_run_parts, own, x, use_reentrant=False, preserve_rng_state=False)
+                else:
+                    x = _run_parts(own, x)
+            is_last = parts[-1].part_id.kind == AFTER
+            output = causal_lm_loss(x, ids) if is_last else x[0] if isolated else x
+            del x
+            kept, forward_flops = meter.now, meter.flops
+            output.backward(torch.ones_like(output))
+            before = meter.now
+            del output
+            left = before - meter.now
+    return kept, meter.peak, left, forward_flops, meter.flops - forward_flops
 
 
 def _run_parts(parts: list[Part], x: Any) -> Any:
@@ -234,16 +225,16 @@ def _make_fake(part: Part) -> list[Tensor]:
     """Replace parameters and buffers of `part` by fake ones with gradients, and return all of them."""
     made: list[Tensor] = []
     for module in part.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                fake = nn.Parameter(torch.zeros_like(parameter, device="cpu"), parameter.requires_grad)
-                module._parameters[name] = fake
-                made.append(fake)
-                if fake.requires_grad:
-                    fake.grad = gradient = torch.zeros_like(fake)
-                    made.append(gradient)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = fake_buffer = torch.zeros_like(buffer, device="cpu")
-                made.append(fake_buffer)
+        own: Any
+        for own in (module._parameters, module._buffers):
+            for name, tensor in own.items():
+                if tensor is not None:
+                    fake = torch.zeros_like(tensor, device="cpu")
+                    if isinstance(tensor, nn.Parameter):
+                        fake = nn.Parameter(fake, tensor.requires_grad)
+                    own[name] = fake
+                    made.append(fake)
+                    if fake.requires_grad:
+                        fake.grad = torch.zeros_like(fake)
+                        made.append(fake.grad)
     return made

@@ -50,9 +50,7 @@ def merge(run: Path, to: Path, which: str = LATEST) -> None:
     model = Path(settings.model)
     lora = settings.lora.to_peft(settings.model) if settings.lora else None
     stages = settings.stages if settings.subspace else 1
-    specs, bounds = make_layer_specs(
-        model, stages, lora, None, False, settings.seed, quantize=settings.quantize
-    )
+    specs, bounds = make_layer_specs(model, stages, lora, None, False, settings.seed, settings.quantize)
     cuts = bounds[1:-1] if settings.subspace else []
     adapters: dict[str, Tensor] = {}
     shards: list[dict[str, int]] = []

@@ -16,8 +16,16 @@ from transformers import AutoConfig, PretrainedConfig
 
 from ds_compress.engine.subspace import SubspacePipeline
 from ds_compress.errors import CompressionError, in_one_line, shown
-from ds_compress.hf.lora import add_adapters, check_lora
-from ds_compress.hf.part import EMBEDDING, Part, PartId, causal_lm_loss, list_parts, module_paths
+from ds_compress.hf.part import (
+    EMBEDDING,
+    Part,
+    PartId,
+    add_adapters,
+    causal_lm_loss,
+    check_lora,
+    list_parts,
+    module_paths,
+)
 from ds_compress.hf.quantized import find_quantizer, without_quantization
 from ds_compress.hf.structure import ModelTemplate
 from ds_compress.hf.verify import verify_parts

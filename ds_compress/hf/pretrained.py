@@ -50,16 +50,10 @@ class PretrainedModel:
 
         The tokens are random, and the same in every run.
         """
-        generator = torch.Generator(device="cpu").manual_seed(0)
-        size = sequences, length
+        options: Any = {"generator": torch.Generator("cpu").manual_seed(0), "dtype": torch.int64}
+        vocab_size = self._config.get_text_config().vocab_size
         while True:
-            ids = torch.randint(
-                self._config.get_text_config().vocab_size,
-                size,
-                generator=generator,
-                dtype=torch.int64,
-                device="cpu",
-            )
+            ids = torch.randint(vocab_size, (sequences, length), **options, device="cpu")
             yield ids, ids
 
 
@@ -68,7 +62,7 @@ def _folder(name: str) -> Path:
         return Path(name)
     on_hub = name.removeprefix(HUB)
     try:
-        found = snapshot_download(on_hub, allow_patterns=FILES, local_files_only=on_hub == name)
+        return Path(snapshot_download(on_hub, allow_patterns=FILES, local_files_only=on_hub == name))
     except (HFValidationError, LocalEntryNotFoundError) as error:
         if on_hub != name:
             raise CompressionError(in_one_line(error)) from None
@@ -78,4 +72,3 @@ def _folder(name: str) -> Path:
         ) from None
     except (HfHubHTTPError, OSError) as error:
         raise CompressionError(in_one_line(error)) from None
-    return Path(found)

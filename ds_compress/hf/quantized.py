@@ -55,7 +55,10 @@ def find_quantizer(
             f'{NAME}.lora: missing, but the weights are quantized and cannot be trained; give "lora": {{}}'
         )
     try:
-        chosen = copy.deepcopy(given) if given else _request(str(requested), dtype)
+        chosen: Any = copy.deepcopy(given) if given else BitsAndBytesConfig(load_in_8bit=True)
+        if requested and requested != "int8":
+            options = {"bnb_4bit_quant_type": requested, "bnb_4bit_compute_dtype": dtype}
+            chosen = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True, **options)
         quantizer = AutoHfQuantizer.from_config(chosen, pre_quantized=bool(given))
         quantizer.validate_environment()
     except (ImportError, RuntimeError) as error:
@@ -87,18 +90,6 @@ def _check_method(given: dict[str, Any]) -> None:
                 f"should be {' or '.join(map(repr, allowed[key]))}, or a checkpoint with whole weights and "
                 f'"quantize": "nf4" in {NAME}'
             )
-
-
-def _request(name: str, dtype: torch.dtype) -> BitsAndBytesConfig:
-    """Return the bitsandbytes config for `name`, a value of `quantize` in train.json."""
-    if name == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=name,
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
 
 
 def without_quantization(config: PretrainedConfig) -> PretrainedConfig:

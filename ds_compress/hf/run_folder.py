@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_compress.errors import CompressionError
 from ds_compress.hf.settings import NAME
+from ds_compress.runtime.stage_profile import all_gather
 
 LATEST = "latest"
 """File that names the last complete checkpoint, for DeepSpeed and for `merge`."""
@@ -123,10 +124,7 @@ def checkpoint_name(step: int) -> str:
 def gather_integers(value: int) -> list[int]:
     """Return the integers (up to 63 bits) of all ranks, in rank order."""
     device = get_accelerator().current_device_name()
-    own = torch.tensor([int(value)], dtype=torch.int64, device=device)
-    everywhere = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(everywhere, own)
-    return [int(each) for each in everywhere]
+    return [int(each) for each in all_gather(torch.tensor([value], dtype=torch.int64, device=device))]
 
 
 def _read_latest(path: Path) -> int:

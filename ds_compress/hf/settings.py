@@ -168,15 +168,13 @@ class Settings(Options):
         Raises:
             CompressionError: it says no number of sequences.
         """
-        sequences = self.ds_config.get("train_micro_batch_size_per_gpu")
-        count = self.ds_config.get("gradient_accumulation_steps", 1)
-        for key, value in (
-            ("train_micro_batch_size_per_gpu", sequences),
-            ("gradient_accumulation_steps", count),
-        ):
+        found = []
+        for key, default in (("train_micro_batch_size_per_gpu", None), ("gradient_accumulation_steps", 1)):
+            value = self.ds_config.get(key, default)
             if not isinstance(value, int) or value < 1:
                 raise CompressionError(f"{NAME}.ds_config.{key}: should be 1 or more; came {shown(value)}")
-        return int(str(sequences)), count
+            found.append(value)
+        return found[0], found[1]
 
 
 def read_settings(path: Path) -> Settings:

@@ -1,13 +1,14 @@
 """The pairs of layers that a run with "subspace" trained: writing them beside a merged model, and putting
 them back between its layers."""
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 from ds_compress.engine.subspace import PairLayer
 from ds_compress.errors import CompressionError
@@ -73,22 +74,13 @@ def restore(model: Any, folder: str | Path) -> Any:
     layers: Any = base.get_submodule(find_layer_list(base))
     for number in sorted({int(name.partition(".")[0]) for name in stored}):
         parameter = next(layers[number].parameters())
-        pair = nn.Sequential(*(_load_layer(stored, f"{number}.{name}") for name in (NARROW, WIDEN)))
-        layers[number].register_forward_hook(_ApplyPair(pair.to(parameter.device).requires_grad_(False)))
+        names = (f"{number}.{name}" for name in (NARROW, WIDEN))
+        pair = nn.Sequential(*(PairLayer(stored[f"{name}.weight"], stored[f"{name}.bias"]) for name in names))
+        pair.to(parameter.device).requires_grad_(False)
+        layers[number].register_forward_hook(functools.partial(_apply, pair))
     return model
 
 
-def _load_layer(stored: dict[str, Tensor], name: str) -> PairLayer:
-    return PairLayer(stored[f"{name}.weight"], stored[f"{name}.bias"])
-
-
-class _ApplyPair:
-    """Hook of a layer: send the hidden state that it returns through a pair."""
-
-    def __init__(self, pair: nn.Module):
-        self._pair = pair
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (self._pair(output[0]), *output[1:])
-        return self._pair(output)
+def _apply(pair: nn.Module, module: nn.Module, args: Any, output: Any) -> Any:
+    """Send the hidden state that a layer returns through `pair`; a hook of the layer."""
+    return (pair(output[0]), *output[1:]) if isinstance(output, tuple) else pair(output)

@@ -45,6 +45,9 @@ class FinetuneRun:
         config = load_config(Path(settings.model))
         check_length(config, settings.lengths[-1])
         self.tokenizer, self.data = self._load_data(config)
+        samples = settings.subspace.samples if settings.subspace else 0
+        if samples and self.folder.find_last_step() is not None:
+            samples = 1  # a checkpoint will replace the initial basis
         module = pipeline_module(
             settings.model,
             settings.stages,
@@ -55,7 +58,7 @@ class FinetuneRun:
             activation_checkpoint_interval=settings.activation_checkpoint_interval,
             seed=settings.seed,
             rank=settings.subspace.rank if settings.subspace else None,
-            samples=self._draw_samples(),
+            samples=self.data.draw_samples(samples),
         )
         self.engine, *_ = deepspeed.initialize(
             model=module,
@@ -95,13 +98,6 @@ class FinetuneRun:
             if len(rows):
                 check_tokens(config, rows.own_tokens()[:, IDS], name)
         return tokenizer, data
-
-    def _draw_samples(self) -> list[Any]:
-        """Return inputs for the initial basis of "subspace"; one if a checkpoint will replace that basis."""
-        if self.settings.subspace is None:
-            return []
-        count = 1 if self.folder.find_last_step() is not None else self.settings.subspace.samples
-        return self.data.draw_samples(count)
 
     def run(self) -> None:
         """Resume if there is a checkpoint, train, and evaluate before and after."""

@@ -5,7 +5,7 @@ layer to layer, or computes with a module that a part lacks, is refused rather t
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ds_compress.errors import CompressionError, in_one_line
-from ds_compress.hf.lora import LINEAR, add_adapters
-from ds_compress.hf.part import Part, causal_lm_loss, list_parts
+from ds_compress.hf.part import LINEAR, Part, add_adapters, causal_lm_loss, list_parts
 from ds_compress.hf.structure import ModelStructure, ModelTemplate, find_structure
-from ds_compress.hf.tiny_config import make_tiny_config
 
 TOLERANCE = 1e-5
 """Largest norm of a difference, relative to the norm of what the whole model computes."""
@@ -165,19 +163,12 @@ def _compare_parts(whole: PreTrainedModel, parts: list[Part], inputs: dict[str, 
     causal_lm_loss(expected, ids).backward()
     causal_lm_loss(x, ids).backward()
     expected_gradients = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
-    of_parts = {name: p.grad for part in parts for name, p in part.model.named_parameters()}
+    of_parts: dict[str, Any] = {name: p.grad for part in parts for name, p in part.model.named_parameters()}
     lost = [name for name in expected_gradients if of_parts.get(name) is None]
     if lost:
         raise CompressionError(f"{lost[0]} and {len(lost) - 1} more belong to no part")
-    _compare(
-        "gradients",
-        _concatenate({name: of_parts[name] for name in expected_gradients}),
-        _concatenate(expected_gradients),
-    )
-
-
-def _concatenate(tensors: Mapping[str, Tensor | None]) -> Tensor:
-    return torch.cat([tensor.flatten() for tensor in tensors.values() if tensor is not None])
+    ours = torch.cat([torch.flatten(of_parts[name]) for name in expected_gradients])
+    _compare("gradients", ours, torch.cat([each.flatten() for each in expected_gradients.values()]))
 
 
 def _compare(what: str, ours: Tensor, expected: Tensor) -> None:
@@ -187,3 +178,71 @@ def _compare(what: str, ours: Tensor, expected: Tensor) -> None:
             f"its {what} in parts are not those of the whole: relative difference {difference:.2g}, "
             f"allowed {TOLERANCE:g}"
         )
+
+
+HEADS = 4
+MAXIMA = {
+    "vocab_size": 96,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "ffn_dim": 96,
+    "n_inner": 96,
+    "sliding_window": 8,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+}
+"""The largest value of a key in a tiny config."""
+
+
+def make_tiny_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a copy of `config` with fewer heads, layers, experts and tokens.
+
+    The size of a head stays, as tables depend on it, and so does every kind of layer.
+    """
+    tiny = copy.deepcopy(config)
+    heads, width = config.num_attention_heads, config.hidden_size
+    head_dim = getattr(config, "head_dim", None) or width // heads
+    few = min(heads, HEADS)
+    for name, maximum in MAXIMA.items():
+        value = getattr(tiny, name, None)
+        if isinstance(value, int) and value > maximum:
+            setattr(tiny, name, maximum)
+    _set_if_used(tiny, "hidden_size", head_dim * few)
+    _set_if_used(tiny, "num_attention_heads", few)
+    groups = getattr(config, "num_key_value_heads", None)
+    if groups:
+        _set_if_used(
+            tiny, "num_key_value_heads", few if groups == heads else 1 if groups == 1 else few // 2 or 1
+        )
+    if getattr(config, "word_embed_proj_dim", width) != width:
+        _set_if_used(tiny, "word_embed_proj_dim", head_dim)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        _set_if_used(tiny, name, 1)
+    _drop_layers(tiny)
+    return tiny
+
+
+def _set_if_used(config: PretrainedConfig, name: str, value: Any) -> None:
+    """Set a key unless the model leaves it out."""
+    if getattr(config, name, None) is not None:
+        setattr(config, name, value)
+
+
+def _drop_layers(config: PretrainedConfig) -> None:
+    """Keep the first layers: at least three, and so many that every kind of layer is among them."""
+    count = config.num_hidden_layers
+    lists = {
+        name: value
+        for name, value in vars(config).items()
+        if isinstance(value, list | tuple) and len(value) == count
+    }
+    rows = list(zip(*lists.values())) if lists else [()] * count
+    kinds = {repr(row) for row in rows}
+    needed = next(n for n in range(1, count + 1) if {repr(row) for row in rows[:n]} == kinds)
+    kept = min(count, max(3, needed))
+    for name, value in lists.items():
+        setattr(config, name, value[:kept])
+    config.num_hidden_layers = kept

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ds_compress.config import KEY, Config
 from ds_compress.errors import in_one_line
-from ds_compress.message.channel import Channel
 from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
 from ds_compress.message.clock import clock_for
 from ds_compress.message.gradient_error import AVERAGED, GradientError
@@ -105,7 +104,7 @@ class Monitor:
         self._gradient_errors: dict[int, GradientError] = {}  # by boundary, of what this rank sends
         self._began: Any = None  # clock mark at the start of the measured step
         self._failure = ""  # first error of this rank, in one line
-        self._is_logged, self._off, self._sizes_pending = False, False, True  # sizes: of the active codecs
+        self._is_logged, self._off, self._sizes_pending = False, False, True
         self._warned: set[tuple[int, str, str]] = set()  # (boundary, direction, limit)
         self._gathered: Channels = []
         self._gradients: list[dict[str, float]] = []  # of the last reduced step, by stage
@@ -149,19 +148,16 @@ class Monitor:
             one, several = {turn % micro_batches}, range(AVERAGED)
             for end in ends:
                 if isinstance(end, SendingEnd):
-                    gradients = self._gradient_error(end.channel)
+                    gradients = None
+                    if end.channel.direction == "backward":
+                        number = end.channel.boundary.number
+                        gradients = self._gradient_errors.setdefault(number, GradientError())
                     compared = several if judged and gradients is not None else one
                     end.meter = SendingMeter(self._clock, compared, gradients)
                 else:
                     end.meter = ReceivingMeter(self._clock)
                 self._meters.append((end, end.meter))
             self._began = self._clock.mark()
-
-    def _gradient_error(self, channel: Channel) -> GradientError | None:
-        """Return the measurements of the gradients of `channel`; None: it has activations."""
-        if channel.direction == "forward":
-            return None
-        return self._gradient_errors.setdefault(channel.boundary.number, GradientError())
 
     def end_step(
         self,
@@ -182,7 +178,9 @@ class Monitor:
             return
         first, self._announced = not self._announced, True
         if first:
-            self._leave_notes(ends)
+            with self._guarded():  # how each message that this rank sends is compressed
+                sent = [(end.channel, end.channel.sent.latest) for end in ends if end.sends]
+                self._notes.leave({c.place: layout.describe(c.codec) for c, layout in sent if layout})
         step_ms = self._collect(ends, gradients)
         self._table.add_up(self._total)
         statuses = self._table.statuses
@@ -196,15 +194,24 @@ class Monitor:
             with self._guarded():
                 channels = self._table.channels
                 if first:
-                    self._announce(channels, sinks)
-                if self._sizes_pending:
-                    self._report_sizes(channels)
+                    read, link = self._notes.read, self.link
+                    line = lines.announcement(self.config, channels, link, read, self._replicas)
+                    print(line, flush=True)
+                    if sinks.tb_monitor is not None:
+                        add_tensorboard_layout(sinks.tb_monitor.summary_writer, self.boundaries)
+                if self._sizes_pending:  # of the active codecs
+                    self._sizes_pending = False
+                    record_settings(KEY, self.config.settings)
+                    for note in lines.size_notes(self.config, channels):
+                        logger.warning(note)
                 self._gathered, self._steps, self._ended = channels, step, time.perf_counter()
                 self._gradients = self._table.gradients
                 if self._is_measured:
                     self._warn()
                     if self._writes:
-                        self._write(channels, step_ms, samples, sinks)
+                        complete(channels, self._written, self._table.stamps, step_ms)
+                        self._written = channels
+                        sinks.write_events(self._events(channels, step_ms, samples))
             if self._failure:
                 self._log_failure()
 
@@ -256,7 +263,9 @@ class Monitor:
             if gradients is not None:
                 self._table.fill_gradients(self._rank, gradients())
             for channel in (end.channel for end in ends if end.sends):
-                self._table.fill(channel, self._counters(channel))
+                sent, latest = channel.sent, channel.sent.latest
+                sizes = (latest.raw_bytes, latest.compressed_bytes(channel.codec)) if latest else (0, 0)
+                self._table.fill(channel, dict(zip(COUNTERS, (*sent.totals, *sizes))))
             for end, meter in meters:
                 self._failure = self._failure or meter.failure
                 values = meter.values()
@@ -274,26 +283,6 @@ class Monitor:
         for end, _ in meters:
             end.meter = None
         return meters
-
-    def _announce(self, channels: Channels, sinks: Any) -> None:
-        """Print the start-up line and add the TensorBoard layout."""
-        read = self._notes.read
-        print(lines.announcement(self.config, channels, self.link, read, self._replicas), flush=True)
-        if sinks.tb_monitor is not None:
-            add_tensorboard_layout(sinks.tb_monitor.summary_writer, self.boundaries)
-
-    def _report_sizes(self, channels: Channels) -> None:
-        """Record the settings, and log notes on the message sizes of the active codecs."""
-        self._sizes_pending = False
-        record_settings(KEY, self.config.settings)
-        for note in lines.size_notes(self.config, channels):
-            logger.warning(note)
-
-    def _write(self, channels: Channels, step_ms: float, samples: int, sinks: Any) -> None:
-        """Write the metrics of a measured step to DeepSpeed's monitors."""
-        complete(channels, self._written, self._table.stamps, step_ms)
-        self._written = channels
-        sinks.write_events(self._events(channels, step_ms, samples))
 
     def _warn(self) -> None:
         """Log each value beyond the guard's limits, once per channel and limit."""
@@ -339,19 +328,6 @@ class Monitor:
         if self._failure:
             self._log_failure()
 
-    @staticmethod
-    def _counters(channel: Channel) -> dict[str, float]:
-        """Return the totals of a sending channel and the sizes of its latest message."""
-        sent, latest = channel.sent, channel.sent.latest
-        sizes = (latest.raw_bytes, latest.compressed_bytes(channel.codec)) if latest else (0, 0)
-        return dict(zip(COUNTERS, (*sent.totals, *sizes)))
-
-    def _leave_notes(self, ends: Sequence[End]) -> None:
-        """Publish how each message that this rank sends is compressed, tensor by tensor."""
-        with self._guarded():
-            sent = [(end.channel, end.channel.sent.latest) for end in ends if end.sends]
-            self._notes.leave({c.place: layout.describe(c.codec) for c, layout in sent if layout})
-
     def _events(self, channels: Channels, step_ms: float, samples: int) -> Events:
         """Return the metrics of a measured step as (label, value, samples)."""
         events = [
@@ -363,11 +339,9 @@ class Monitor:
         events += self._gradient_events(samples)
         stages = [stage_ms(channels, stage) for stage in range(self.boundaries + 1)]
         self._waited.append(sum(spent["wait"] + spent["send"] for spent in stages) / self.ranks / step_ms)
-        events.append((label("step_ms"), step_ms, samples))
-        events.append(
-            (label("uncompressed_step_ms"), uncompressed_step_ms(step_ms, channels, self.ranks), samples)
-        )
-        return events
+        uncompressed = uncompressed_step_ms(step_ms, channels, self.ranks)
+        whole = {"step_ms": step_ms, "uncompressed_step_ms": uncompressed}
+        return events + [(label(name), value, samples) for name, value in whole.items()]
 
     def _gradient_events(self, samples: int) -> Events:
         """Return the metrics of gradients between replicas as (label, value, samples)."""

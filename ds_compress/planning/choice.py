@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from ds_compress.config import DIRECTIONS
-from ds_compress.config.quality import ErrorLimits
-from ds_compress.planning.candidates import Candidate
+from ds_compress.config import DIRECTIONS, KEY, recipes
+from ds_compress.config.recipes import ErrorLimits
 from ds_compress.planning.depth import MemoryBudget, choose_depth
 from ds_compress.planning.step_time import LinkSpeed, LinkSpeeds, MessageCost, TransferPlan, Workload, predict
 
@@ -29,6 +28,31 @@ PRICES = (0.0, 1 / 64, 1 / 16, 1 / 4, 1.0, 4.0, 64.0)
 
 BASELINE = "DeepSpeed"
 
+CODECS: dict[str, Any] = {
+    **{f"quantize {bits}": {"name": "quantize", "bits": bits} for bits in (8, 6)},
+    # unbiased, for gradients
+    "quantize 3 dither": {"name": "quantize", "bits": 3, "hadamard": True, "rounding": "dither"},
+    "entropy 2 dither": {"name": "entropy", "bits": 2, "rounding": "dither"},
+}
+RECIPES = ("bf16", "none", "quant4", "lossless", "aggressive", "balanced", "safe")
+"""A test holds all candidates to the promises of error budgets, by their rows in `results`."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings of both directions of one boundary."""
+
+    name: str
+    block: dict[str, Any]  # keys of the "ds_compress" block
+    is_separable: bool  # whether one direction may be used without the other
+
+
+def all_candidates() -> list[Candidate]:
+    """Return every candidate; no two share a name or a block, and each can start at any step."""
+    plain = {name: {each: {"codec": codec} for each in DIRECTIONS} for name, codec in CODECS.items()}
+    blocks = plain | {name: recipes.recipe(name, KEY) for name in RECIPES}
+    return [Candidate(name, block, block["forward"] == block["backward"]) for name, block in blocks.items()]
+
 
 @dataclass(frozen=True)
 class EvaluatedMessage:
@@ -37,10 +61,6 @@ class EvaluatedMessage:
     cost: MessageCost
     error: float  # relative; inf: not known
     gradient_error: float  # error of the accumulated gradient, which counts backward; inf: not known
-
-    def weighted_seconds(self, network: LinkSpeed, price: float) -> float:
-        """Return the seconds of codec plus `price` times those of transfer."""
-        return self.cost.encode + self.cost.decode + price * self.cost.nbytes / network.bandwidth
 
 
 @dataclass(frozen=True)
@@ -109,7 +129,8 @@ def _cheapest(
     """Return the cheapest evaluation of a boundary, or of two combined; None if none is within `limits`."""
 
     def key(message: EvaluatedMessage) -> tuple[float, float]:
-        return message.weighted_seconds(network, price), message.error
+        cost = message.cost
+        return cost.encode + cost.decode + price * cost.nbytes / network.bandwidth, message.error
 
     separable = [own for own in evaluations if own.candidate.is_separable]
     forward = [own for own in separable if own.forward.error <= limits.forward]
@@ -130,7 +151,7 @@ def _cheapest(
 
 def _join(forward: Evaluation, backward: Evaluation) -> Evaluation:
     """Combine the forward half of one evaluation with the backward half of another."""
-    block = {"forward": forward.candidate.block["forward"], "backward": backward.candidate.block["backward"]}
+    block = {key: own.candidate.block[key] for key, own in zip(DIRECTIONS, (forward, backward))}
     name = f"{forward.candidate.name} / {backward.candidate.name}"
     return Evaluation(Candidate(name, block, is_separable=True), forward.forward, backward.backward)
 
@@ -140,24 +161,15 @@ def _name(chosen: Sequence[Evaluation]) -> str:
     names = [own.candidate.name for own in chosen]
     if len(set(names)) == 1:
         return names[0]
-    parts = []
-    for name, run in groupby(range(len(names)), key=names.__getitem__):
-        numbers = list(run)
-        boundaries = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
-        parts.append(f"{boundaries}: {name}")
-    return "; ".join(parts)
+    runs = ((name, list(run)) for name, run in groupby(range(len(names)), key=names.__getitem__))
+    return "; ".join(f"{'-'.join(map(str, dict.fromkeys((run[0], run[-1]))))}: {name}" for name, run in runs)
 
 
 def _recipe(name: str, chosen: Sequence[Evaluation], link: dict[str, Any]) -> PipelineRecipe:
     forward, backward = ([getattr(own, direction) for own in chosen] for direction in DIRECTIONS)
-    return PipelineRecipe(
-        name,
-        write_block(chosen),
-        tuple(message.cost for message in forward),
-        tuple(message.cost for message in backward),
-        errors=largest_errors(forward, backward),
-        **link,
-    )
+    costs = [tuple(message.cost for message in own) for own in (forward, backward)]
+    errors = largest_errors(forward, backward)
+    return PipelineRecipe(name, write_block(chosen), costs[0], costs[1], errors=errors, **link)
 
 
 def largest_errors(
@@ -197,8 +209,9 @@ def rank(workload: Workload, networks: LinkSpeeds, recipes: Sequence[PipelineRec
 
 def _row(workload: Workload, networks: LinkSpeeds, recipe: PipelineRecipe) -> dict[str, Any]:
     plan = TransferPlan(recipe.forward, recipe.backward, recipe.eager)
-    packets = map(float, _packet_bytes(recipe))
-    budgets = [replace(budget, packets=own) for budget, own in zip(recipe.budgets, packets)]
+    both = [forward.nbytes + backward.nbytes for forward, backward in zip(recipe.forward, recipe.backward)]
+    ends = zip(recipe.budgets, [0, *both], [*both, 0])
+    budgets = [replace(budget, packets=float(before + after)) for budget, before, after in ends]
     block, depth = recipe.block, recipe.depth
     if isinstance(depth, str):
         depth = choose_depth(workload, plan, networks, budgets).depth
@@ -226,12 +239,6 @@ def _row(workload: Workload, networks: LinkSpeeds, recipe: PipelineRecipe) -> di
         "gradient_error": recipe.errors[2],
         "memory_bytes": max(required, default=0.0),
     }
-
-
-def _packet_bytes(recipe: PipelineRecipe) -> list[int]:
-    """Return by stage the bytes of one packet for each link end of the stage."""
-    both = [forward.nbytes + backward.nbytes for forward, backward in zip(recipe.forward, recipe.backward)]
-    return [before + after for before, after in zip([0, *both], [*both, 0])]
 
 
 def pick_best(rows: Sequence[dict[str, Any]], limits: ErrorLimits) -> dict[str, Any] | None:

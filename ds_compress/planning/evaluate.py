@@ -29,8 +29,7 @@ from ds_compress.message.channel import Boundary
 from ds_compress.message.clock import HostClock
 from ds_compress.message.gradient_error import GradientError
 from ds_compress.message.meters import error_and_cosine, largest, norms
-from ds_compress.planning.candidates import Candidate
-from ds_compress.planning.choice import EvaluatedMessage, Evaluation
+from ds_compress.planning.choice import Candidate, EvaluatedMessage, Evaluation
 from ds_compress.planning.step_time import MessageCost
 
 REPEATS = 3
@@ -60,17 +59,16 @@ UNKNOWN: Measurements = {
 def is_informative(messages: Messages) -> bool:
     """Return whether all messages of some micro-batch are finite and not zero; drop other micro-batches from
     `messages`."""
+
+    def has_energy(tensors: Sequence[Tensor]) -> bool:
+        sizes = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in tensors if x.is_floating_point()]
+        return 0 < (torch.stack(sizes).sum().item() if sizes else 0.0) < math.inf
+
     numbers = {number for own in messages.values() for number in own}
-    useless = {n for n in numbers if not all(n in own and _has_energy(own[n]) for own in messages.values())}
+    useless = {n for n in numbers if not all(n in own and has_energy(own[n]) for own in messages.values())}
     for key, own in messages.items():
         messages[key] = {number: tensors for number, tensors in own.items() if number not in useless}
     return not messages or numbers > useless
-
-
-def _has_energy(tensors: Sequence[Tensor]) -> bool:
-    sizes = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in tensors if x.is_floating_point()]
-    size = torch.stack(sizes).sum().item() if sizes else 0.0
-    return 0 < size < math.inf
 
 
 def boundary_block(candidate: Candidate) -> dict[str, Any]:
@@ -146,11 +144,7 @@ def _separate_end(boundary: Boundary, config: Config) -> Boundary:
 
 
 def _measure(
-    ends: Sequence[Boundary],
-    direction: str,
-    tensors: list[Tensor],
-    clock: HostClock,
-    step: int,
+    ends: Sequence[Boundary], direction: str, tensors: list[Tensor], clock: HostClock, step: int
 ) -> tuple[Measurements, list[tuple[Tensor, Tensor]]]:
     """Send one message from the first end to the second; return its compressed tensors, too, as pairs of what
     was sent and what arrived."""

@@ -29,20 +29,6 @@ def is_deepspeed_schedule(pipe_schedule: Any) -> bool:
     return (kind.__module__, kind.__qualname__) == (schedule.__name__, "TrainSchedule")
 
 
-def describe_depth(asked: int, pipe_schedule: Any) -> str:
-    """Return what the start-up line adds to the name of a link with depth `asked`.
-
-    Args:
-        pipe_schedule: the schedule that the engine runs.
-    """
-    if asked == 1:
-        return ""
-    if not isinstance(pipe_schedule, DepthSchedule):
-        return f", depth {asked} has no effect on this schedule"
-    fewer = f" instead of {asked} (too few micro-batches)" if pipe_schedule.depth < asked else ""
-    return f", depth {pipe_schedule.depth}{fewer}"
-
-
 class DepthSchedule(TrainSchedule):
     """1F1B at a given depth; at depth 1 equal to DeepSpeed's, instruction for instruction."""
 

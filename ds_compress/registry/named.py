@@ -135,15 +135,13 @@ class Registry(Generic[Kind]):
         if isinstance(choice, str):
             cls = self.find(choice, path)
             return cls.of(validate(cls.Options, {}, path))
+        known = ", ".join(self.names())
         if not isinstance(choice, dict):
             raise CompressionError(
-                f"{path}: {shown(choice)} is neither a name nor an object with a name; known: {self._known()}"
+                f"{path}: {shown(choice)} is neither a name nor an object with a name; known: {known}"
             )
         if "name" not in choice:
-            raise CompressionError(f"{path}.name: missing; known: {self._known()}")
+            raise CompressionError(f"{path}.name: missing; known: {known}")
         cls = self.find(choice["name"], f"{path}.name")
         options = {key: value for key, value in choice.items() if key != "name"}
         return cls.of(validate(cls.Options, options, path))
-
-    def _known(self) -> str:
-        return ", ".join(self.names())

@@ -17,13 +17,19 @@ from typing import Any
 from torch import Tensor
 
 from ds_compress.config import DIRECTIONS, KEY, Config
-from ds_compress.config.quality import LIMITS
-from ds_compress.config.recipes import with_changes
+from ds_compress.config.recipes import LIMITS, with_changes
 from ds_compress.message.channel import Channel
 from ds_compress.message.channel_end import SendingEnd
 from ds_compress.message.clock import HostClock, clock_for
-from ds_compress.planning.candidates import Candidate, all_candidates
-from ds_compress.planning.choice import Evaluation, combine, pick_best, rank, uncompressed_recipe
+from ds_compress.planning.choice import (
+    Candidate,
+    Evaluation,
+    all_candidates,
+    combine,
+    pick_best,
+    rank,
+    uncompressed_recipe,
+)
 from ds_compress.planning.evaluate import (
     REPEATS,
     UNKNOWN,
@@ -35,42 +41,39 @@ from ds_compress.planning.evaluate import (
     to_evaluation,
 )
 from ds_compress.planning.schedule import is_deepspeed_schedule
-from ds_compress.runtime.cluster_profile import ClusterProfile, by_stage, profile_cluster, slowest_link
 from ds_compress.runtime.depth import MEASURED, DepthController
 from ds_compress.runtime.interface import Change, StageView
-from ds_compress.runtime.stage_profile import Row, gather
+from ds_compress.runtime.stage_profile import (
+    ClusterProfile,
+    Row,
+    by_stage,
+    gather,
+    profile_cluster,
+    slowest_link,
+)
 
 
 @contextmanager
 def copy_messages(stage: StageView, found: Messages) -> Iterator[None]:
     """Copy the messages of the first micro-batches of a batch into `found`."""
-    for end in stage.ends:
-        if isinstance(end, SendingEnd):
-            end.transmit = partial(_sent, end.transmit, end.channel, found)  # type: ignore[method-assign]
-        else:
-            end.take = partial(_taken, end.take, end.channel, found)  # type: ignore[method-assign]
+    names = [(end, "transmit" if isinstance(end, SendingEnd) else "take") for end in stage.ends]
+    for end, name in names:
+        setattr(end, name, partial(_run_and_copy, getattr(end, name), end.channel, found))
     try:
         yield
     finally:
-        for end in stage.ends:
-            vars(end).pop("transmit" if isinstance(end, SendingEnd) else "take")
+        for end, name in names:
+            delattr(end, name)
 
 
-def _sent(transmit: Any, channel: Channel, found: Messages, tensors: Any, message_id: Any) -> None:
-    _copy(channel, found, tensors, message_id)
-    transmit(tensors, message_id)
-
-
-def _taken(take: Any, channel: Channel, found: Messages, message: Any, message_id: Any) -> list[Tensor]:
-    arrived: list[Tensor] = take(message, message_id)
-    _copy(channel, found, arrived, message_id)
-    return arrived
-
-
-def _copy(channel: Channel, found: Messages, tensors: Sequence[Tensor], message_id: Any) -> None:
+def _run_and_copy(run: Any, channel: Channel, found: Messages, message: Any, message_id: Any) -> Any:
+    """Run `transmit` of an end, which sends tensors, or `take`, which returns them."""
+    arrived: list[Tensor] | None = run(message, message_id)
     if message_id.micro_batch < REPEATS:
+        tensors: Sequence[Tensor] = message if arrived is None else arrived
         copies = [tensor.detach().clone() for tensor in tensors]
         found.setdefault((channel.boundary.number, channel.direction), {})[message_id.micro_batch] = copies
+    return arrived
 
 
 def column_name(side: str, candidate: Candidate, direction: str, what: str) -> str:
@@ -167,7 +170,11 @@ class AutoController(DepthController):
             self.measure_again()
             return None
         found = profile_cluster(rows, engine.micro_batches, self.now, self._link.memory_gb, engine.device)
-        ranked = self._ranked(found, self._evaluations(rows), engine.dynamic_shape)
+        evaluations = [
+            [_evaluation(candidate, before, after) for candidate in self._candidates]
+            for before, after in pairwise(by_stage(rows))
+        ]
+        ranked = self._ranked(found, evaluations, engine.dynamic_shape)
         limits = LIMITS[self._quality]
         chosen = pick_best(ranked, limits) or next((r for r in ranked if r["recipe"] == UNCOMPRESSED), None)
         if chosen is None:
@@ -179,13 +186,6 @@ class AutoController(DepthController):
             _everywhere(chosen["block"], len(found.networks)),
             lambda _: print(format_report(ranked, chosen, rows, self._config, step), flush=True),
         )
-
-    def _evaluations(self, rows: Sequence[Row]) -> list[list[Evaluation]]:
-        """Return the evaluations of all candidates by boundary; of several ranks the worst counts."""
-        return [
-            [_evaluation(candidate, before, after) for candidate in self._candidates]
-            for before, after in pairwise(by_stage(rows))
-        ]
 
     def _ranked(
         self, found: ClusterProfile, evaluations: list[list[Evaluation]], dynamic_shape: bool
@@ -202,7 +202,7 @@ class AutoController(DepthController):
 
 
 def _evaluation(candidate: Candidate, before: Sequence[Row], after: Sequence[Row]) -> Evaluation:
-    """Return the evaluation of a boundary, from the rows of the stages before and after it."""
+    """Return the evaluation of a boundary, from the rows of the stages before and after it: the worst."""
 
     def worst(direction: str, what: str) -> float:
         upstream = [row[column_name("after", candidate, direction, what)] for row in before]

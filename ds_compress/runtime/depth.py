@@ -15,11 +15,10 @@ import torch
 
 from ds_compress.config.block import LinkOptions
 from ds_compress.planning.depth import DepthChoice, choose_depth
-from ds_compress.planning.schedule import DepthSchedule, describe_depth, is_deepspeed_schedule
+from ds_compress.planning.schedule import DepthSchedule, is_deepspeed_schedule
 from ds_compress.planning.step_time import TransferPlan
-from ds_compress.runtime.cluster_profile import profile_cluster, slowest_link
 from ds_compress.runtime.interface import Change, StageView
-from ds_compress.runtime.stage_profile import Row, StageProfiler, gather
+from ds_compress.runtime.stage_profile import Row, StageProfiler, gather, profile_cluster, slowest_link
 from ds_compress.transport.staging import receives_hold_device
 
 MEASURED = (2, 3)
@@ -51,8 +50,13 @@ class DepthController:
 
     def describe(self, engine: Any, pipe_schedule: Any) -> str:
         """Return what the start-up line says about the depth, by the schedule that runs."""
+        if not self.auto and self.now == 1:
+            return ""
+        if not self.auto and not isinstance(pipe_schedule, DepthSchedule):
+            return f", depth {self.now} has no effect on this schedule"
         if not self.auto:
-            return describe_depth(self.now, pipe_schedule)
+            depth = pipe_schedule.depth
+            return f", depth {depth}" + f" instead of {self.now} (too few micro-batches)" * (depth < self.now)
         if engine.dynamic_shape:
             return f", depth auto, {self.now} because of dynamic_shape"
         if is_deepspeed_schedule(pipe_schedule) or isinstance(pipe_schedule, DepthSchedule):

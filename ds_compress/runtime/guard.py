@@ -53,16 +53,14 @@ def relax(config: Config, keys: Iterable[ChannelKey]) -> dict[str, Any]:
 
 def _milder(config: Config, adopted: dict[str, Any], number: int, direction: str) -> dict[str, Any]:
     """Return the first milder settings of the boundary that are valid."""
-    choice = config.find_choice(number, direction)["codec"][0]
-    codec = {"name": choice} if isinstance(choice, str) else choice
-    present = getattr(config.codecs(number), direction)
+    codec, present = config.codec_choice(number, direction), getattr(config.codecs(number), direction)
     # learned state fits only its own options
     fixed = any(layers(present, ObservesWarmup))  # type: ignore[type-abstract]
     tries: list[dict[str, Any]] = [
         {direction: {"codec": {**codec, name: value}}}
         for name, most in MILDEST.items()
-        for value in _values(getattr(present.options, name, most), most)
-        if not fixed
+        for value in dict.fromkeys((2 * getattr(present.options, name, most), most))
+        if getattr(present.options, name, most) < value <= most and not fixed
     ]
     for changes in [*tries, {direction: NONE}]:
         try:
@@ -71,11 +69,6 @@ def _milder(config: Config, adopted: dict[str, Any], number: int, direction: str
             continue
         return changes
     return dict.fromkeys(DIRECTIONS, NONE)  # the codec of the other direction needs this one
-
-
-def _values(present: float, most: float) -> list[float]:
-    """Return milder values, the nearest first."""
-    return [value for value in dict.fromkeys((2 * present, most)) if present < value <= most]
 
 
 _LEFT_BY_EVALUATION = ("total_loss", "total_additional_losses", "fwd_outputs", "loss", "_compute_loss")
@@ -102,8 +95,8 @@ class Guard:
         self._options = config.block.guard
         self._rank = rank
         self._boundaries = boundaries
-        self._has_warned = False
-        self._raised, self._has_warned_of_rounds = 0, False  # rounds in a row that raised the loss
+        self._warned_of: set[str] = set()
+        self._raised = 0  # rounds in a row that raised the loss
         self._loads_itself = False  # whether the program loads its micro-batches
         self.follow()
 
@@ -160,8 +153,7 @@ class Guard:
         self.batches.clear()
         if not math.isfinite(plain):
             return None
-        if self._rank == 0 and engine.monitor.enabled:
-            engine.monitor.write_events([(label(LOSS_COST), compressed - plain, engine.global_samples)])
+        self._write(engine, LOSS_COST, compressed - plain)
         return self._judge(engine, compressed, plain)
 
     @contextlib.contextmanager
@@ -179,8 +171,7 @@ class Guard:
         before, after = _mean(engine, first, self._loss(engine, "uncompressed"))
         if not math.isfinite(before):
             return
-        if self._rank == 0 and engine.monitor.enabled:
-            engine.monitor.write_events([(label(ROUND_COST), after - before, engine.global_samples)])
+        self._write(engine, ROUND_COST, after - before)
         is_higher = not after - before <= max(self._options.loss * abs(before), self._options.loss_floor)
         self._raised = self._raised + 1 if is_higher else 0
         if self._raised < ROUNDS:
@@ -191,11 +182,20 @@ class Guard:
             f"{self._options.loss:.0%}): lower replicas.outer.lr or outer.momentum, or exchange more often, "
             "or with more bits"
         )
+        self._warn_or_stop("rounds", line)
+
+    def _warn_or_stop(self, what: str, line: str) -> None:
+        """Warn once of `what`, or stop, as "action" says."""
         if self._options.action == "stop":
             raise CompressionError(line)
-        if self._rank == 0 and not self._has_warned_of_rounds:
+        if self._rank == 0 and what not in self._warned_of:
             logger.warning(line)
-            self._has_warned_of_rounds = True
+            self._warned_of.add(what)
+
+    def _write(self, engine: Any, name: str, value: float) -> None:
+        """Write a value to DeepSpeed's monitors."""
+        if self._rank == 0 and engine.monitor.enabled:
+            engine.monitor.write_events([(label(name), value, engine.global_samples)])
 
     def _has_batches(self, engine: Any) -> bool:
         """Return whether all stages that load micro-batches have those to compare on; every rank calls it."""
@@ -236,13 +236,9 @@ class Guard:
             f"with compression ({share}; ds_compress.guard.loss: {self._options.loss:.0%}): {meaning}; "
             f"forward {', '.join(codecs)}{advice}"
         )
-        if self._options.action == "stop":
-            raise CompressionError(line)
         if self._options.action == "relax" and not helps:
             return self._relax([(number, "forward") for number in range(self._boundaries)], line)
-        if self._rank == 0 and not self._has_warned:
-            logger.warning(line)
-            self._has_warned = True
+        self._warn_or_stop("loss", line)
         return None
 
     def check_limits(self, engine: Any, known: Mapping[ChannelKey, MessageQuality]) -> Change | None:

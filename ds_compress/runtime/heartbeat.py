@@ -21,7 +21,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 
 from torch.distributed import Store
@@ -274,17 +274,11 @@ def _is_listening(address: str, servers: dict[str, socket.socket]) -> bool:
 
 def _addresses_of_rank_0(store: Store) -> list[str]:
     """Return what this rank finds for the names of rank 0: its own store usually, and the launcher's."""
-    hosts = [_host_of(store), os.environ.get("MASTER_ADDR")]
-    return list(dict.fromkeys(address for host in hosts if host for address in _resolve(host)))
-
-
-def _resolve(host: str) -> Iterator[str]:
-    with suppress(OSError):
-        for *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
-            yield str(address[0])
-
-
-def _host_of(store: Store) -> str | None:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    return getattr(store, "host", None)
+    found: dict[str, None] = {}
+    for host in filter(None, (getattr(store, "host", None), os.environ.get("MASTER_ADDR"))):
+        with suppress(OSError):
+            resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            found.update(dict.fromkeys(str(address[0]) for *_, address in resolved))
+    return list(found)

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import torch
 
 GPU_MARGIN = 0.1
@@ -58,11 +59,7 @@ def allocatable_bytes(device: torch.device) -> float:
 
 def _host_available() -> float:
     """Return the free bytes of the machine, or of the container this process runs in, whichever has less."""
-    available = float("inf")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        available = int(fields["MemAvailable"].split()[0]) * 1024.0
+    available = float(psutil.virtual_memory().available)
     group = Path("/sys/fs/cgroup")
     limit, current = group / "memory.max", group / "memory.current"
     if limit.exists() and limit.read_text().strip() != "max":

@@ -190,7 +190,7 @@ class _Profiler:
 
     def run(self, batch: Batch, scale: float) -> None:
         """Run one micro-batch, forward and backward."""
-        inputs, labels = tree_map(self._to_device, batch)
+        inputs, labels = tree_map(lambda x: x.to(self._device, copy=True) if torch.is_tensor(x) else x, batch)
         received, outputs = [inputs], []
         last = len(self._stages) - 1
         with nullcontext() if self._dependence else self._tracking:
@@ -206,9 +206,6 @@ class _Profiler:
             with failures_at(f"stage {stage}"), self._timed(stage, "backward"):
                 torch.autograd.backward(floats, gradients)
         self._micro_batch += 1
-
-    def _to_device(self, value: Any) -> Any:
-        return value.to(self._device, copy=True) if torch.is_tensor(value) else value
 
     def _forward(self, stage: int, layers: Sequence[Any], x: Any, labels: Any) -> Any:
         """Return the output of a stage; of the last one the loss."""

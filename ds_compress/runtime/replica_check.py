@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
 
 from ds_compress.checkpoint.search import MOST_SIDES, Side
 from ds_compress.config import DIRECTIONS
 from ds_compress.feedback.digest import window_digest
 from ds_compress.runtime.interface import StageView
+from ds_compress.runtime.stage_profile import all_gather
 
 log = logging.getLogger("ds_compress")
 
@@ -45,17 +45,11 @@ class ReplicaCheck:
         rows = torch.full((MOST_SIDES * len(DIRECTIONS), 4), -1, dtype=torch.int64, device="cpu")
         places = [(side, number) for side in self._sides for number in range(len(DIRECTIONS))]
         for row, (side, number) in zip(rows, places):
-            digest = self._stage.on_codec_stream(
-                side.boundary,
-                functools.partial(
-                    window_digest, side.boundary.memory, DIRECTIONS[number], step // self.every
-                ),
-            )
+            place = side.boundary.memory, DIRECTIONS[number], step // self.every
+            digest = self._stage.on_codec_stream(side.boundary, functools.partial(window_digest, *place))
             numbers = [side.boundary.number, number, self._tensor_parallel, digest]
             row.copy_(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
-        rows = rows.to(self._device)
-        everywhere = [torch.empty_like(rows) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(everywhere, rows, group=self._group)
+        everywhere = all_gather(rows.to(self._device), self._group)
         apart = find_mismatches(row for each in everywhere for row in each.tolist())
         for side, number in places:
             if (side.boundary.number, number) in apart:

@@ -1,13 +1,18 @@
-"""Profile a stage during a few training batches: its times, memory, messages and links."""
+"""Profile a stage during a few training batches: its times, memory, messages and links.
+
+The profiles of all ranks together are the input of the planner.
+"""
 
 import functools
+import math
 import socket
 import statistics
 import time
 import zlib
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +26,8 @@ from ds_compress.config import DIRECTIONS
 from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
 from ds_compress.message.clock import clock_for
 from ds_compress.message.meters import ReceivingMeter, SendingMeter
+from ds_compress.planning.depth import MemoryBudget
+from ds_compress.planning.step_time import LinkSpeed, MessageCost, Workload
 from ds_compress.runtime.interface import StageView
 from ds_compress.runtime.memory_use import allocatable_bytes, in_use
 from ds_compress.transport.probe import probe
@@ -92,7 +99,7 @@ class StageProfiler:
         if self._memory_use is not None:
             used = in_use(self._device)
             if used is None or self._memory_use[-1] is None:
-                self._activations.append(float("nan"))
+                self._activations.append(math.nan)
             else:  # without the inputs: they may be in memory that the last batch freed
                 self._activations.append(used - self._memory_use[-1] + self._input_bytes(buffer_id))
             self._memory_use.append(used)
@@ -119,15 +126,15 @@ class StageProfiler:
         """Probe the links to the neighbours and return all measurements. Every rank must call it."""
         found = dict.fromkeys(COLUMNS, 0.0)
         found["stage"] = float(self._stage_id)
-        found["host"] = float(zlib.crc32(_host().encode()))
+        booted = Path("/proc/sys/kernel/random/boot_id")  # of all processes that share the host's memory
+        host = booted.read_text() if booted.exists() else socket.gethostname()
+        found["host"] = float(zlib.crc32(host.encode()))
         for name, marks in self._passes.items():
             found[name] = statistics.median(self._clock.ms(*pair) for pair in marks) / 1e3
         if self._step_marks:
             found["step"] = statistics.median(self._clock.ms(*pair) for pair in self._step_marks) / 1e3
         # A program may have replaced the instructions that measure the passes
-        found["activations"] = (
-            max(self._activations) if self._activations and self._step_marks else float("nan")
-        )
+        found["activations"] = max(self._activations or [math.nan]) if self._step_marks else math.nan
         found["spare"] = allocatable_bytes(self._device)
         for direction, size in self._bytes.items():
             found[f"bytes {direction}"] = size
@@ -149,23 +156,90 @@ class StageProfiler:
         return found
 
 
-def _host() -> str:
-    """Return a name of this host: equal for all processes that share its memory."""
-    booted = Path("/proc/sys/kernel/random/boot_id")
-    return booted.read_text() if booted.exists() else socket.gethostname()
-
-
 def gather(row: Row, device: torch.device) -> list[Row]:
     """Gather the rows of all ranks on every rank; all rows must have the same columns in the same order."""
     mine = torch.tensor(list(row.values()), dtype=torch.float64, device=device)
     return [dict(zip(row, each.tolist())) for each in all_gather(mine)]
 
 
-def all_gather(mine: torch.Tensor) -> list[torch.Tensor]:
-    """Gather the tensor `mine` of all ranks on every rank."""
-    everywhere = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everywhere, mine)
+def all_gather(mine: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+    """Gather the tensor `mine` of all ranks of `group`, None: of the job, on every one of them."""
+    everywhere = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everywhere, mine, group=group)
     return everywhere
+
+
+@dataclass(frozen=True)
+class ClusterProfile:
+    """Compute times, links, messages and memory of a pipeline."""
+
+    workload: Workload
+    networks: tuple[LinkSpeed, ...]  # by boundary
+    forward: tuple[MessageCost, ...]  # by boundary, of the codecs in use
+    backward: tuple[MessageCost, ...]
+    memory_budgets: tuple[MemoryBudget, ...] | None  # by stage; None: memory use is unknown
+
+
+def profile_cluster(
+    rows: Sequence[Row], micro_batches: int, depth: int, memory_gb: float | None, device: torch.device
+) -> ClusterProfile:
+    """Combine the rows of all ranks, measured at `depth`; of replicas the worst counts."""
+    stage_rows, hosts = by_stage(rows), Counter(row["host"] for row in rows)
+    stages = len(stage_rows)
+
+    def worst(stage: int, column: str) -> float:
+        return max(row[column] for row in stage_rows[stage])
+
+    def traffic(direction: str, sends: int, receives: int) -> MessageCost:
+        return MessageCost(
+            int(worst(sends, f"bytes {direction}")),
+            worst(sends, f"encode {direction}"),
+            worst(receives, f"decode {direction}"),
+        )
+
+    boundaries = range(stages - 1)
+    forward = tuple(traffic("forward", b, b + 1) for b in boundaries)
+    backward = tuple(traffic("backward", b + 1, b) for b in boundaries)
+    incoming = [
+        [row["from after"] for row in stage_rows[b]] + [row["from before"] for row in stage_rows[b + 1]]
+        for b in boundaries
+    ]
+    networks = tuple(LinkSpeed(min(rates), worst(b, "latency")) for b, rates in zip(boundaries, incoming))
+    budgets = []
+    for stage in range(stages):
+        activations = max(0.0, worst(stage, "activations"))
+        touched = [b for b in (stage - 1, stage) if b in boundaries]
+        packets = sum(forward[b].nbytes + backward[b].nbytes for b in touched)
+        budget = MemoryBudget(activations, packets)
+        if memory_gb is not None:
+            limit = memory_gb * 1e9
+        elif device.type == "cpu":
+            limit = min(row["spare"] / hosts[row["host"]] for row in stage_rows[stage])
+        else:
+            limit = budget.required(depth, micro_batches, stages, stage)
+            limit += min(row["spare"] for row in stage_rows[stage])
+        budgets.append(MemoryBudget(activations, packets, limit))
+    workload = Workload(
+        tuple(worst(stage, "forward") for stage in range(stages)),
+        tuple(worst(stage, "backward") for stage in range(stages)),
+        micro_batches,
+        min(worst(stage, "step") for stage in range(stages)),
+    )
+    known = not any(math.isnan(row["activations"]) for row in rows)
+    return ClusterProfile(workload, networks, forward, backward, tuple(budgets) if known else None)
+
+
+def by_stage(rows: Sequence[Row]) -> list[list[Row]]:
+    """Return the rows of the replicas of each stage."""
+    stages = int(max(row["stage"] for row in rows)) + 1
+    return [[row for row in rows if row["stage"] == stage] for stage in range(stages)]
+
+
+def slowest_link(rows: Sequence[Row]) -> str:
+    """Return a description of the slowest link."""
+    slowest = min(row[side] for row in rows for side in ("from before", "from after") if row[side])
+    latency = 1e3 * max(row["latency"] for row in rows)
+    return f"slowest link {8e-6 * slowest:,.3g} Mbit/s, {latency:.3g} ms one way"
 
 
 TIMED = {

@@ -4,9 +4,8 @@ Each boundary becomes a step between two layers that packs what crosses it, and 
 with the objects that the pipeline engine uses: the losses are those of the real pipeline.
 """
 
-from ds_compress.simulate.model import simulate
+from ds_compress.simulate.model import Traffic, announce, evaluating, simulate, traffic
 from ds_compress.simulate.outer import SimulatedRounds
 from ds_compress.simulate.replicas import SimulatedReplicas
-from ds_compress.simulate.watching import Traffic, announce, evaluating, traffic
 
 __all__ = ["SimulatedReplicas", "SimulatedRounds", "Traffic", "announce", "evaluating", "simulate", "traffic"]

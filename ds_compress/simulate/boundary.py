@@ -200,12 +200,12 @@ class LimitCheck:
         """Log each value of the step beyond a limit, once per limit and codec, as the monitor does."""
         if self._norms is None:
             return
-        found, scale = self._norms.tolist(), self._largest[0].item()
-        error, _ = error_and_cosine(*found)
+        sizes, scale = self._norms.tolist(), self._largest[0].item()
+        error, _ = error_and_cosine(*sizes)
         finite = torch.stack(self._largest).isfinite().double().mean().item()
         self._norms, self._largest = None, []
         values = {
-            "message_norm": found[0] * (scale or 1.0),
+            "message_norm": sizes[0] * (scale or 1.0),
             "relative_error": error,
             "gradient_error": self._gradients.value,
             "nonfinite_share": 1 - finite,
@@ -214,13 +214,9 @@ class LimitCheck:
             self.gradient_error = max(self.gradient_error, values["gradient_error"])
         values |= residual_values(channel, values["message_norm"])
         config, codec = channel.boundary.config, str(channel.codec)
-        violations = [
-            each
-            for each in MessageQuality.of(values, self._before, channel.direction).violations(
-                config.block.guard
-            )
-            if (codec, each.limit) not in self._warned
-        ]
+        quality = MessageQuality.of(values, self._before, channel.direction)
+        found = quality.violations(config.block.guard)
+        violations = [each for each in found if (codec, each.limit) not in self._warned]
         self._before = values
         self._warned.update((codec, each.limit) for each in violations)
         if violations:

@@ -40,7 +40,8 @@ class SimulatedRounds:
             raise CompressionError(f'{KEY}.replicas: SimulatedRounds needs "every" above 1, or "outer"')
         config.prepare()
         self._options, self._every = config.outer, config.block.replicas.every
-        self._parameters = [_in_order(model) for model in models]
+        trained = ((p for p in model.parameters() if p.requires_grad) for model in models)
+        self._parameters = [sorted(own, key=_is_large, reverse=True) for own in trained]
         for number, parameter in enumerate(self._parameters[0]):
             if parameter.dtype != torch.float32:
                 raise CompressionError(
@@ -88,11 +89,6 @@ class SimulatedRounds:
         for parameters, base in zip(self._parameters, self._bases or ()):
             _set(parameters, self.anchor.values + (_flatten(parameters) - base))
         self._bases = None
-
-
-def _in_order(model: nn.Module) -> list[Tensor]:
-    """Return the parameters that are trained, those that are compressed first."""
-    return sorted((p for p in model.parameters() if p.requires_grad), key=_is_large, reverse=True)
 
 
 def _is_large(parameter: Tensor) -> bool:

@@ -13,7 +13,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.replicas.exchange import Exchange, Replicas, Transfer
 from ds_compress.replicas.factors import build_exchange, compressed_parameters
 from ds_compress.replicas.slices import Gradient
-from ds_compress.runtime.replica_policy import ReplicaPolicy
+from ds_compress.runtime.policy import ReplicaPolicy
 from ds_compress.simulate.model import check_lr
 
 

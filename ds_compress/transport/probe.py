@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch import distributed as dist
 
 from ds_compress.transport.p2p import (
@@ -120,7 +119,9 @@ def _round(sender: Sender, receiver: Receiver, count: int) -> float:
     started = time.perf_counter()
     _ask(sender, count)
     for _ in range(packets):
-        _settle(receiver.receive(nbytes))
+        packet = receiver.receive(nbytes)
+        if packet.device.type != "cpu":
+            torch.get_device_module(packet.device).synchronize(packet.device)
     return time.perf_counter() - started
 
 
@@ -136,9 +137,3 @@ def _answer(sender: Sender, receiver: Receiver) -> None:
         for _ in range(count or 1):
             sender.send(sender.memory(PACKET_BYTES if count else PING_BYTES))
         sender.drain()
-
-
-def _settle(packet: Tensor) -> None:
-    """Return when the device has `packet`."""
-    if packet.device.type != "cpu":
-        torch.get_device_module(packet.device).synchronize(packet.device)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,12 +45,9 @@ def transport_for(device: torch.device) -> "ModuleType | Staging":
     return Staging(device) if is_needed(device) else dist
 
 
-class _Buffer:
-    """Pinned memory, and the event after which the device no longer uses it."""
-
-    def __init__(self, nbytes: int, event: Any):
-        self.memory = pinned(nbytes)
-        self.unused = event
+class _Buffer(NamedTuple):
+    memory: Tensor  # pinned
+    unused: Any  # the event after which the device no longer uses it
 
 
 class Staged:
@@ -104,7 +101,7 @@ class Staging:
     def _buffer(self, nbytes: int) -> _Buffer:
         # Not kept by size, as in `Sender.memory`
         self._free = [buffer for buffer in self._free if buffer.memory.numel() == nbytes]
-        return self._free.pop(0) if self._free else _Buffer(nbytes, self._event())
+        return self._free.pop(0) if self._free else _Buffer(pinned(nbytes), self._event())
 
 
 def pinned(nbytes: int) -> Tensor:

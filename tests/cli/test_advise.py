@@ -11,7 +11,7 @@ import pytest
 from ds_compress.cli import main
 from ds_compress.cli.advise.planner import slowest_link_gbps
 from ds_compress.config import DIRECTIONS, Config
-from ds_compress.config.quality import DEFAULT, LIMITS, ErrorLimits
+from ds_compress.config.recipes import DEFAULT, LIMITS, ErrorLimits
 from tests.support.launch_scripts import load_script
 from tests.support.ranks import run_ranks
 

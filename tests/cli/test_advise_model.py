@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from ds_compress.config import DIRECTIONS, Config
-from ds_compress.config.quality import LIMITS
+from ds_compress.config.recipes import LIMITS
 from ds_compress.hf import pretrained
 from ds_compress.hf.model import make_layer_specs
 from ds_compress.hf.part import causal_lm_loss

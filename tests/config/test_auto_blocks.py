@@ -9,7 +9,7 @@ import torch
 
 from ds_compress.cli import main
 from ds_compress.config import KEY, Config
-from ds_compress.config.quality import DEFAULT, LIMITS
+from ds_compress.config.recipes import DEFAULT, LIMITS
 from ds_compress.errors import CompressionError
 from ds_compress.simulate import simulate
 

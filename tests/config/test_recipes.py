@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from ds_compress.cli import main
 from ds_compress.config import DIRECTIONS, KEY, Config, recipes
-from ds_compress.config.quality import LIMITS
-from ds_compress.config.recipes import EVIDENCE
+from ds_compress.config.recipes import EVIDENCE, LIMITS
 from ds_compress.errors import CompressionError
 from ds_compress.monitor.lines import announcement
 from tests.support.launch_scripts import ROOT

@@ -16,14 +16,7 @@ QUANTIZE = {direction: {"codec": {"name": "quantize", "bits": 4}} for direction 
 LENGTH = 512
 MOST = 24
 MOST_FILES = 14
-KINDS = {
-    "_run_forward_pass": "sent",
-    "_run_backward_pass": "sent",
-    "_run_send_activations": "sent",
-    "_run_send_grads": "sent",
-    "_run_recv_activations": "received",
-    "_run_recv_grads": "received",
-}
+KINDS = {"run_pass": "sent", "run_send": "sent", "run_receive": "received"}
 """What functions are there for, with all that they call; an eager message leaves when it is computed."""
 
 

@@ -10,8 +10,8 @@ from peft import LoraConfig
 
 from ds_compress.errors import CompressionError
 from ds_compress.hf import weights
-from ds_compress.hf.lora import check_lora
 from ds_compress.hf.model import assign_layers, make_layer_specs
+from ds_compress.hf.part import check_lora
 from tests.support.finetuning import save
 
 

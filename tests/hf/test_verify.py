@@ -9,8 +9,7 @@ from peft import LoraConfig
 from transformers import LlamaForCausalLM
 
 from ds_compress.errors import CompressionError
-from ds_compress.hf.tiny_config import make_tiny_config
-from ds_compress.hf.verify import verify_parts
+from ds_compress.hf.verify import make_tiny_config, verify_parts
 from tests.hf.test_families import built, run
 from tests.support.finetuning import FAMILIES, config
 from tests.support.launch_scripts import ROOT

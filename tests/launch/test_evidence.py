@@ -8,9 +8,8 @@ import statistics
 import pytest
 
 from ds_compress.config import DIRECTIONS, KEY, Config, recipes
-from ds_compress.config.quality import LIMITS
-from ds_compress.config.recipes import EVIDENCE
-from ds_compress.planning.candidates import all_candidates
+from ds_compress.config.recipes import EVIDENCE, LIMITS
+from ds_compress.planning.choice import all_candidates
 from launch.reproduce.command import ROOT, main
 from launch.reproduce.costs import ACROSS, cost_table, costs_of, replicas_table, worst
 from launch.reproduce.grid import read_rows

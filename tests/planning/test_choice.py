@@ -9,12 +9,13 @@ import torch
 
 from ds_compress.cli.bench import benchmark_tensor, size_and_error
 from ds_compress.config import DIRECTIONS, Config
-from ds_compress.config.quality import LIMITS, ErrorLimits
+from ds_compress.config.recipes import LIMITS, ErrorLimits
 from ds_compress.message.gradient_error import estimate_gradient_error
-from ds_compress.planning.candidates import Candidate, all_candidates
 from ds_compress.planning.choice import (
+    Candidate,
     EvaluatedMessage,
     Evaluation,
+    all_candidates,
     combine,
     is_within,
     pick_best,

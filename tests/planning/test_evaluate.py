@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from ds_compress.config import Config
-from ds_compress.config.quality import LIMITS
+from ds_compress.config.recipes import LIMITS
 from ds_compress.message.channel import Boundary
 from ds_compress.message.clock import clock_for
-from ds_compress.planning.candidates import Candidate
+from ds_compress.planning.choice import Candidate
 from ds_compress.planning.evaluate import REPEATS, evaluate, to_evaluation
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ds_compress  # noqa: F401  (hooks the engine)
-from ds_compress.config.quality import LIMITS
+from ds_compress.config.recipes import LIMITS
 from ds_compress.runtime import auto, stage_profile
 from ds_compress.transport.probe import LinkMeasurement
 from tests.support.pipeline import batches, build, ds_config, skip_steps

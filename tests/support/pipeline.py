@@ -16,7 +16,7 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelD
 from torch import Tensor, nn
 
 from ds_compress.config import DIRECTIONS
-from ds_compress.planning.candidates import all_candidates
+from ds_compress.planning.choice import all_candidates
 from ds_compress.planning.evaluate import REPEATS
 from ds_compress.simulate import announce, simulate
 from tests.support.codecs import error_of

@@ -18,14 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from ds_compress.cli.advise.format import format_footprint, format_profile, format_row, format_verdict
-from ds_compress.cli.advise.from_finetune import predict_run
+from ds_compress.cli.advise.from_model import WANTED
 from ds_compress.cli.advise.layouts import compare_layouts, format_layouts, format_rounds, predict_rounds
-from ds_compress.cli.advise.planner import Planner, measure_gbps
-from ds_compress.cli.advise.script import WANTED
+from ds_compress.cli.advise.planner import (
+    list_recipes,
+    make_evaluator,
+    measure_gbps,
+    predict_run,
+    read_recipe_files,
+)
 from ds_compress.cli.arguments import add_import, add_message, device, integer, number, numbers
 from ds_compress.cli.console import show
 from ds_compress.config import KEY
-from ds_compress.config.quality import DEFAULT, LIMITS, ErrorLimits
+from ds_compress.config.recipes import DEFAULT, LIMITS, ErrorLimits
 from ds_compress.errors import CompressionError
 from ds_compress.planning import choice
 from ds_compress.planning.depth import MAX_DEPTH
@@ -180,14 +185,16 @@ def run(args: argparse.Namespace) -> int:
         raise CompressionError(f"--stages: {args.stages} is not allowed: should be 2 or more")
     if (args.replicas is None) != (args.parameters is None):
         raise CompressionError("--replicas and --parameters: give both, or neither")
-    planner = Planner(args, footprint)
+    evaluator, files = make_evaluator(args), read_recipe_files(args.recipe or ())
     gbps = measure_gbps() if args.measure else args.gbps
     if args.measure and int(os.environ["RANK"]) > 0:
         return 0
     network = LinkSpeed(bandwidth=gbps * 1e9 / 8, latency=args.latency_ms / 1e3)
     limits = LIMITS[args.quality] if args.max_error is None else ErrorLimits(args.max_error, args.max_error)
     with contextlib.redirect_stdout(sys.stderr):  # what deepspeed, and layers, may print
-        workload, recipes, message, measured = planner.inputs(network, limits)
+        evaluator.prepare()
+        recipes = list_recipes(args, evaluator, files, footprint, network, limits)
+        workload, measured = evaluator.workload, evaluator.measured()
         rows = choice.rank(workload, (network,) * (args.stages - 1), recipes)
         best = choice.pick_best(rows, limits)
         compared = [recipes[0], *(own for own in recipes if best and own.name == best["recipe"])]
@@ -218,7 +225,9 @@ def run(args: argparse.Namespace) -> int:
         show(*format_layouts(layouts))
         print()
         show(*format_rounds(rounds))
-    title = f"{args.stages} stages, {args.micro_batches} micro-batches, {message}, {gbps:.3g} Gbit/s"
+    title = (
+        f"{args.stages} stages, {args.micro_batches} micro-batches, {evaluator.message}, {gbps:.3g} Gbit/s"
+    )
     print()
     show(title, list(map(partial(format_row, rows[0]), rows)))
     return 0

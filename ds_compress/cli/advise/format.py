@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ds_compress.config.quality import ErrorLimits
+from ds_compress.config.recipes import ErrorLimits
 from ds_compress.planning.choice import is_within, largest_error
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.errors import CompressionError
 from ds_compress.feedback import FeedbackCodec
 from ds_compress.message.gradient_error import estimate_gradient_error
-from ds_compress.planning.candidates import all_candidates
-from ds_compress.planning.choice import EvaluatedMessage, Evaluation
+from ds_compress.planning.choice import EvaluatedMessage, Evaluation, all_candidates
 from ds_compress.planning.step_time import MessageCost, Workload
 
 ERROR_NUMEL = 1 << 20

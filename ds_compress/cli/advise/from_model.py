@@ -7,29 +7,30 @@ import argparse
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.progress import track
+from torch import nn
 from torch.utils._pytree import tree_map
 
-from ds_compress.cli.advise import script
 from ds_compress.cli.arguments import DTYPES
 from ds_compress.cli.console import importing_deepspeed
 from ds_compress.config import DIRECTIONS, Config
-from ds_compress.errors import CompressionError, errors_at
+from ds_compress.errors import CompressionError, did_you_mean, errors_at, in_one_line, shown
 from ds_compress.message.channel import Boundary
 from ds_compress.message.clock import clock_for
-from ds_compress.planning.candidates import Candidate, all_candidates
-from ds_compress.planning.choice import EvaluatedMessage, Evaluation
+from ds_compress.planning.choice import Candidate, EvaluatedMessage, Evaluation, all_candidates
 from ds_compress.planning.evaluate import ByMicroBatch, evaluate, to_evaluation
 from ds_compress.planning.step_time import Workload
+from ds_compress.registry.plugins import module_at
 
 if TYPE_CHECKING:
-    from ds_compress.runtime.profile_model import Batch, ModelProfile, Stages
+    from ds_compress.runtime.profile_model import Batch, Stages
 
 OVERRIDES = ("forward_ms", "backward_ms", "activation_mb", "codec_gbps")
 """Options that replace what is measured."""
@@ -69,7 +70,10 @@ class ModelEvaluator:
             importing_deepspeed(),
             errors_at(f"--model {args.model}" if args.model else f"--probe {args.probe}"),
         ):
-            profile = self._profile = self._profiled()
+            from ds_compress.runtime.profile_model import profile_model
+
+            found = self._of_checkpoint() if args.model else self._of_script()
+            profile = self._profile = profile_model(*found, args.device)
         given = [f"--{name.replace('_', '-')}" for name in OVERRIDES if getattr(args, name) is not None]
         if given:
             print(f"{', '.join(given)}: taken as given, not as measured", file=sys.stderr)
@@ -87,13 +91,8 @@ class ModelEvaluator:
             profile.forward, profile.backward, args.micro_batches, args.step_ms / 1e3
         )
         sent = (messages[b, "forward"] for b in self._boundaries)
-        self.message = "; ".join(dict.fromkeys(map(_describe, sent)))
-
-    def _profiled(self) -> "ModelProfile":
-        from ds_compress.runtime.profile_model import profile_model
-
-        stages, loss_fn, batches = self._of_checkpoint() if self._args.model else self._of_script()
-        return profile_model(stages, loss_fn, batches, self._args.device)
+        described = (", ".join(f"{list(t.shape)} {str(t.dtype).split('.')[1]}" for t in own) for own in sent)
+        self.message = "; ".join(dict.fromkeys(described))
 
     def _of_checkpoint(self) -> "tuple[Stages, Any, Iterator[Batch]]":
         from ds_compress.runtime.profile_model import Stages
@@ -117,7 +116,7 @@ class ModelEvaluator:
         from ds_compress.runtime.profile_model import Stages
 
         args, dtype = self._args, DTYPES.get(self._args.dtype)
-        layers, loss_fn, (inputs, labels) = script.read(args.probe)
+        layers, loss_fn, (inputs, labels) = read_script(args.probe)
         if dtype is not None:
             inputs = tree_map(
                 lambda x: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x, inputs
@@ -218,5 +217,64 @@ def _at_speed(own: Evaluation, pair: Sequence[ByMicroBatch], gbps: float) -> Ite
         yield replace(message, cost=replace(message.cost, encode=seconds, decode=seconds))
 
 
-def _describe(tensors: list[torch.Tensor]) -> str:
-    return ", ".join(f"{list(t.shape)} {str(t.dtype).split('.')[1]}" for t in tensors)
+WANTED = "(layers, loss_fn, (inputs, labels))"
+
+
+class Script(NamedTuple):
+    """What the function of `--probe FILE.py:FUNCTION` returns."""
+
+    layers: Sequence[Any]
+    """What `PipelineModule` takes: a list of LayerSpecs, modules and functions, or an nn.Sequential."""
+    loss_fn: Callable[..., Any] | None
+    """Of what the last layer gives and of labels; None: that is the loss."""
+    batch: tuple[Any, Any]
+    """Inputs and labels of one micro-batch: tensors, or tuples of them."""
+
+
+def read_script(place: str) -> Script:
+    """Import the file and call the function.
+
+    Raises:
+        CompressionError: there is none, it fails, or returns something else; one line.
+    """
+    file, _, name = place.rpartition(":")
+    if not file.endswith(".py") or not name:
+        raise CompressionError(f"{shown(place)} is not allowed: should be FILE.py:FUNCTION")
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise CompressionError(f"there is no file {file}")
+    sys.path.insert(0, str(path.parent))  # as Python does for a script that it runs
+    module = _guarded(lambda: module_at(path))
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise CompressionError(f"{file} has no function {name!r}{did_you_mean(name, known)}")
+    return _checked(_guarded(function))
+
+
+def _guarded(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except (Exception, SystemExit) as error:
+        raise CompressionError(in_one_line(error)) from error
+
+
+def _checked(found: Any) -> Script:
+    if not isinstance(found, (tuple, list)) or len(found) != 3:
+        raise CompressionError(f"returned {_kind(found)}; should be {WANTED}")
+    layers, loss_fn, batch = found
+    if not isinstance(layers, (list, tuple, nn.Sequential, nn.ModuleList)) or not len(layers):
+        raise CompressionError(
+            f"layers of {WANTED} are {_kind(layers)}; should be a list of them, as PipelineModule takes it, "
+            "or an nn.Sequential"
+        )
+    if loss_fn is not None and not callable(loss_fn):
+        raise CompressionError(f"loss_fn of {WANTED} is {_kind(loss_fn)}; should be a function, or None")
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise CompressionError(f"the micro-batch of {WANTED} is {_kind(batch)}; should be (inputs, labels)")
+    return Script(list(layers), loss_fn, (batch[0], batch[1]))
+
+
+def _kind(value: Any) -> str:
+    size = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
+    return "None" if value is None else f"{type(value).__name__}{size}"

@@ -1,20 +1,25 @@
-"""Plan for `ds-compress advise`: compute times, network, memory, and the recipes to compare."""
+"""Plan for `ds-compress advise`: compute times, network, memory, and the recipes to compare.
+
+For a train.json, memory, compute times and messages follow from the config of its model.
+"""
 
 import argparse
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
 
 from ds_compress.cli.advise.from_args import ArgsEvaluator
 from ds_compress.cli.advise.from_model import ModelEvaluator
+from ds_compress.cli.arguments import DTYPES
 from ds_compress.cli.check import read_block
+from ds_compress.cli.console import importing_deepspeed
 from ds_compress.config import Config
-from ds_compress.config.quality import ErrorLimits
+from ds_compress.config.recipes import ErrorLimits
 from ds_compress.errors import CompressionError, errors_at
 from ds_compress.planning import choice
 from ds_compress.planning.choice import PipelineRecipe
@@ -27,68 +32,68 @@ if TYPE_CHECKING:
     from ds_compress.hf.footprint import StageFootprint
 
 
-class PlanningInputs(NamedTuple):
-    workload: Workload
-    recipes: list[PipelineRecipe]
-    """The baseline first."""
-    message: str
-    """What crosses a boundary, for the title of the table."""
-    measured: dict[str, Any] | None
-    """What was measured on a model, as `--json` prints it."""
+Evaluator = ArgsEvaluator | ModelEvaluator
+RecipeFiles = Mapping[str, tuple[Any, Config]]
+"""Blocks as written and as checked, by name."""
 
 
-class Planner:
-    """Makes planning inputs of options, or of the model that `--model` or `--probe` names."""
+def make_evaluator(args: argparse.Namespace) -> Evaluator:
+    """Return what evaluates candidates: by options, or on the model that `--model` or `--probe` names.
 
-    def __init__(self, args: argparse.Namespace, footprint: "Sequence[StageFootprint]" = ()):
-        """
-        Args:
-            footprint: of each stage, where it was predicted.
+    Raises:
+        CompressionError: an option is missing or wrong, or contradicts another one.
+    """
+    kind = ModelEvaluator if args.model or args.probe else ArgsEvaluator
+    return kind(args, workload_from(args))
 
-        Raises:
-            CompressionError: an option is missing or wrong, or contradicts another one.
-        """
-        self._args, self._footprint = args, footprint
-        kind = ModelEvaluator if args.model or args.probe else ArgsEvaluator
-        self._evaluator = kind(args, workload_from(args))
-        self._files = read_recipe_files(args.recipe or ())
 
-    def inputs(self, network: LinkSpeed, limits: ErrorLimits) -> PlanningInputs:
-        """Return the planning inputs; candidates are mixed within `limits`."""
-        args, evaluator = self._args, self._evaluator
-        evaluator.prepare()
-        if self._files:
-            found = [self._file_recipe(name, *own) for name, own in self._files.items()]
-        else:
-            networks = [network] * (args.stages - 1)
-            link = {"eager": True, "depth": args.depth, "budgets": self._budgets()}
-            found = choice.combine(evaluator.of_candidates(), networks, limits, **link)
-        usable = [recipe for recipe in found if math.isfinite(max(recipe.errors))]
-        recipes = [choice.uncompressed_recipe(*evaluator.raw_bytes), *usable]
-        return PlanningInputs(evaluator.workload, recipes, evaluator.message, evaluator.measured())
+def list_recipes(
+    args: argparse.Namespace,
+    evaluator: Evaluator,
+    files: RecipeFiles,
+    footprint: "Sequence[StageFootprint]",
+    network: LinkSpeed,
+    limits: ErrorLimits,
+) -> list[PipelineRecipe]:
+    """Return the recipes to compare, the baseline first.
 
-    def _file_recipe(self, name: str, block: Any, config: Config) -> PipelineRecipe:
+    Args:
+        files: to compare; if there are none: all candidates, and mixtures within `limits`.
+        footprint: of each stage, where it was predicted.
+    """
+    found = []
+    for name, (block, config) in files.items():
         with errors_at(f"recipe {name}"):
-            both = self._evaluator.of_file(name, config)
+            both = evaluator.of_file(name, config)
         forward, backward = (tuple(message.cost for message in own) for own in both)
-        errors = choice.largest_errors(*both)
-        link, limits = config.block.link, self._budgets(config.block.link.memory_gb)
-        return PipelineRecipe(
-            name, block, forward, backward, link.mode == "eager", link.depth, errors, limits
-        )
+        mode, depth, memory_gb = config.block.link.mode, config.block.link.depth, config.block.link.memory_gb
+        budgets = _budgets(args, evaluator, footprint, memory_gb)
+        costs, errors = (forward, backward), choice.largest_errors(*both)
+        found.append(PipelineRecipe(name, block, *costs, mode == "eager", depth, errors, budgets))
+    if not files:
+        networks = [network] * (args.stages - 1)
+        link = {"eager": True, "depth": args.depth, "budgets": _budgets(args, evaluator, footprint)}
+        found = choice.combine(evaluator.of_candidates(), networks, limits, **link)
+    usable = [recipe for recipe in found if math.isfinite(max(recipe.errors))]
+    return [choice.uncompressed_recipe(*evaluator.raw_bytes), *usable]
 
-    def _budgets(self, memory_gb: float | None = None) -> tuple[MemoryBudget, ...]:
-        """Return the memory budget of each stage; `memory_gb`: the limit in the block of a recipe."""
-        args, activation_bytes = self._args, self._evaluator.activation_bytes
-        whole, of_block = (math.inf if own is None else own * 1e9 for own in (args.memory_gb, memory_gb))
-        fixed = [0] * args.stages
-        if self._footprint:
-            activation_bytes = [float(own.activations) for own in self._footprint]
-            fixed = [own.parameters + own.trained + own.working for own in self._footprint]
-        if args.activation_mb is not None:
-            activation_bytes = [args.activation_mb * 1e6] * args.stages
-        limits = [min(whole - taken, of_block) for taken in fixed]
-        return tuple(MemoryBudget(own, limit=limit) for own, limit in zip(activation_bytes, limits))
+
+def _budgets(
+    args: argparse.Namespace,
+    evaluator: Evaluator,
+    footprint: "Sequence[StageFootprint]",
+    memory_gb: float | None = None,
+) -> tuple[MemoryBudget, ...]:
+    """Return the memory budget of each stage; `memory_gb`: the limit in the block of a recipe."""
+    whole, of_block = (math.inf if own is None else own * 1e9 for own in (args.memory_gb, memory_gb))
+    activation_bytes, fixed = evaluator.activation_bytes, [0] * args.stages
+    if footprint:
+        activation_bytes = [float(own.activations) for own in footprint]
+        fixed = [own.parameters + own.trained + own.working for own in footprint]
+    if args.activation_mb is not None:
+        activation_bytes = [args.activation_mb * 1e6] * args.stages
+    limits = [min(whole - taken, of_block) for taken in fixed]
+    return tuple(MemoryBudget(own, limit=limit) for own, limit in zip(activation_bytes, limits))
 
 
 def workload_from(args: argparse.Namespace) -> Workload | None:
@@ -103,12 +108,8 @@ def workload_from(args: argparse.Namespace) -> Workload | None:
         return None
     forward = _per_stage("--forward-ms", args.forward_ms, args.stages)
     backward = args.backward_ms or [2 * ms for ms in args.forward_ms]
-    return Workload(
-        forward,
-        _per_stage("--backward-ms", backward, args.stages),
-        args.micro_batches,
-        args.step_ms / 1e3,
-    )
+    both = forward, _per_stage("--backward-ms", backward, args.stages)
+    return Workload(*both, args.micro_batches, args.step_ms / 1e3)
 
 
 def _per_stage(option: str, milliseconds: list[float], stages: int) -> tuple[float, ...]:
@@ -119,8 +120,8 @@ def _per_stage(option: str, milliseconds: list[float], stages: int) -> tuple[flo
     return tuple(ms / 1e3 for ms in milliseconds * (stages // len(milliseconds)))
 
 
-def read_recipe_files(paths: Sequence[Path]) -> dict[str, tuple[Any, Config]]:
-    """Read the blocks of `--recipe`, as written and as checked, by name.
+def read_recipe_files(paths: Sequence[Path]) -> RecipeFiles:
+    """Read the blocks of `--recipe`.
 
     Raises:
         CompressionError: a file or its block is bad, or two files share a name.
@@ -160,3 +161,52 @@ def slowest_link_gbps() -> float:
     slowest = torch.tensor(min(incoming, default=float("inf")), dtype=torch.float64, device="cpu")
     dist.all_reduce(slowest, dist.ReduceOp.MIN)
     return 8e-9 * slowest.item()
+
+
+def predict_run(args: argparse.Namespace) -> "list[StageFootprint]":
+    """Predict the stages of the run that `--finetune` names, and set the options that it replaces.
+
+    Raises:
+        CompressionError: train.json or an option is wrong, or a stage does not fit into the memory.
+    """
+    if args.stages or args.shape or args.micro_batches or args.parameters:
+        raise CompressionError(
+            "--stages, --shape, --micro-batches, --parameters: not allowed with --finetune, whose train.json "
+            "says them"
+        )
+    if args.tflops is None and args.forward_ms is None:
+        raise CompressionError("--tflops: missing; give what your GPU reaches in training, or --forward-ms")
+    with importing_deepspeed(), errors_at(f"--finetune {args.finetune}"):
+        found = _predict(args)
+    args.stages = len(found)
+    if args.memory_gb is not None and max(own.total for own in found) > args.memory_gb * 1e9:
+        needed = ", ".join(f"{own.total / 1e9:.1f}" for own in found)
+        raise CompressionError(
+            f"--memory-gb: {args.memory_gb:g} is too little: the stages need {needed} GB; in train.json, set "
+            '"quantize": "nf4", "activation_checkpoint_interval": 1, a smaller sequence_length or more stages'
+        )
+    if args.forward_ms is None:
+        rate = args.tflops * 1e9  # operations of a millisecond
+        args.forward_ms = [own.forward_flops / rate for own in found]
+        args.backward_ms = args.backward_ms or [own.backward_flops / rate for own in found]
+    return found
+
+
+def _predict(args: argparse.Namespace) -> "list[StageFootprint]":
+    try:
+        from ds_compress.hf.footprint import predict_footprint
+        from ds_compress.hf.model import read_config
+        from ds_compress.hf.settings import read_settings
+    except ImportError as error:
+        raise CompressionError(f'{error}; pip install "ds_compress[hf]"') from None
+    settings = read_settings(args.finetune)
+    config = read_config(Path(settings.model))
+    found = predict_footprint(settings, config)
+    sequences, args.micro_batches = settings.batch_sizes
+    args.shape = (sequences, settings.lengths[-1], config.get_text_config().hidden_size)
+    stored = next((name for name, dtype in DTYPES.items() if dtype == config.dtype), "fp32")
+    args.dtype = args.dtype or settings.dtype or stored
+    if args.replicas:  # adapters and their gradients are fp32
+        args.parameters = max(own.trained_values for own in found)
+        args.gradient_dtype = "fp32" if settings.lora else args.dtype
+    return found

@@ -56,11 +56,6 @@ def _by(values: list[Any], names: list[str]) -> dict[Any, list[str]]:
     return found
 
 
-def _differences(groups: dict[Any, list[str]]) -> str:
-    """Format groups of machines that have different values."""
-    return "; ".join(f"{value or 'none'} on {', '.join(names)}" for value, names in groups.items())
-
-
 def _versions(hosts: list[Facts], names: list[str]) -> Iterator[Finding]:
     """Compare the versions of the libraries."""
     alike = []
@@ -68,11 +63,9 @@ def _versions(hosts: list[Facts], names: list[str]) -> Iterator[Finding]:
         groups = _by([host["versions"].get(library) for host in hosts], names)
         needed = library in MUST_BE_ALIKE
         if len(groups) > 1:
-            yield Finding(
-                "bad" if needed else "look",
-                f"{library} differs: {_differences(groups)}",
-                "install the same version everywhere",
-            )
+            found = "; ".join(f"{value or 'none'} on {', '.join(on)}" for value, on in groups.items())
+            level: Literal["look", "bad"] = "bad" if needed else "look"
+            yield Finding(level, f"{library} differs: {found}", "install the same version everywhere")
         elif None not in groups:
             alike.append(f"{library} {next(iter(groups))}")
         elif needed:
@@ -148,8 +141,10 @@ def _links(report: Report, names: list[str]) -> Iterator[Finding]:
         there, back = link["gbps_forward"], link["gbps_backward"]
         slow, fast = sorted((there, back))
         said = f"{pair}: {there:.3g} Gbit/s there, {back:.3g} back, {link['rtt_ms']:.2f} ms round trip"
-        promised = min((_promised(hosts[rank]) for rank in (before, after)), default=0.0)
-        window = min((hosts[rank]["window_bytes"] or math.inf for rank in (before, after)), default=math.inf)
+        ends = hosts[before], hosts[after]
+        rated = ([i["mbit"] / 1e3 for i in host["interfaces"] if i["name"] == host["way"]] for host in ends)
+        promised = min(next(iter(own), 0.0) for own in rated)  # Gbit/s; 0: an interface does not report it
+        window = min(host["window_bytes"] or math.inf for host in ends)
         most = 8e-6 * window / max(link["rtt_ms"], 1e-3)  # Gbit/s
         if fast * NEARLY > most:
             limit = f"TCP buffers ({window / 2**20:.3g} MiB in flight) allow at most {most:.3g} Gbit/s"
@@ -174,8 +169,3 @@ def _links(report: Report, names: list[str]) -> Iterator[Finding]:
 
 _WINDOW = 'on both: sysctl -w net.ipv4.tcp_wmem="4096 65536 {}" net.ipv4.tcp_rmem="4096 131072 {}"'
 _LOOK = "look for other traffic, a bad cable, or a limit of the provider"
-
-
-def _promised(host: Facts) -> float:
-    """Return the nominal Gbit/s of the interface to rank 0; 0 if the interface does not report it."""
-    return next((each["mbit"] / 1e3 for each in host["interfaces"] if each["name"] == host["way"]), 0.0)

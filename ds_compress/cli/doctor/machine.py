@@ -31,49 +31,31 @@ def facts(meeting_point: str | None = None) -> Facts:
     Args:
         meeting_point: address of rank 0; None outside of a launched job.
     """
+    versions: dict[str, str | None] = {"python": platform.python_version(), "ds_compress": __version__}
+    for name in LIBRARIES:
+        versions[name] = None
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    versions["torch"] = torch.__version__  # not every build has suffixes such as "+cpu" in its metadata
+    points = metadata.entry_points(group="torch.backends")
+    device = f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}"
+    if torch.cuda.is_available():
+        device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     interface, why = gloo_interface()
     return {
         "host": socket.gethostname(),
-        "versions": versions(),
-        "switched_on": switched_on(),
-        "device": device(),
-        "kernels": kernels(),
+        "versions": versions,
+        # whether `import torch` loads ds_compress
+        "switched_on": os.environ.get(AUTOLOAD, "1") == "1" and "ds_compress" in points.names,
+        "device": device,
+        # instruction set of the C++ kernels; None: codecs run in PyTorch
+        "kernels": library.instruction_set() if library.load() else None,
         "interfaces": interfaces(),
         "gloo_interface": interface,
         "gloo_because": why,
         "way": outgoing_interface(meeting_point) if meeting_point else None,
         "window_bytes": window(),
     }
-
-
-def versions() -> dict[str, str | None]:
-    """Return the version of each library; None for those that are not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "ds_compress": __version__}
-    for name in LIBRARIES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    found["torch"] = torch.__version__  # not every build has suffixes such as "+cpu" in its metadata
-    return found
-
-
-def switched_on() -> bool:
-    """Return whether `import torch` loads ds_compress automatically."""
-    points = metadata.entry_points(group="torch.backends")
-    return os.environ.get(AUTOLOAD, "1") == "1" and "ds_compress" in points.names
-
-
-def device() -> str:
-    """Describe the device that trains: GPUs, or CPU cores and architecture."""
-    if torch.cuda.is_available():
-        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    return f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}"
-
-
-def kernels() -> str | None:
-    """Return the instruction set of the C++ kernels; None if codecs run in PyTorch."""
-    return library.instruction_set() if library.load() else None
 
 
 def interfaces() -> list[dict[str, Any]]:

@@ -1,7 +1,6 @@
 """Ladders: the codec of each rung at each boundary, checked before training."""
 
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 from ds_compress.codec import CODECS, TYPICAL, Codec, TensorSpec
@@ -27,7 +26,7 @@ def ladders(config: Any, boundary: int | None) -> dict[str, Ladder]:
     options = config.policy.options
     found = {}
     for direction in DIRECTIONS if isinstance(options, LadderOptions) else ():
-        rungs, chosen = options.rungs(direction), _described(config, boundary, direction)
+        rungs, chosen = options.rungs(direction), config.codec_choice(boundary, direction)
         known = CODECS.find(chosen["name"], "").Options.model_fields
         if rungs and rungs[0].keys() <= known.keys():
             found[direction] = tuple({**chosen, **rung} for rung in rungs)
@@ -53,11 +52,16 @@ def check(config: Any) -> None:
     for direction in DIRECTIONS:
         rungs = options.rungs(direction)
         if rungs and not any(direction in found for found in every.values()):
-            _refuse_options(config, direction, rungs[0], f"{path}.{direction}")
+            name = config.codec_choice(None, direction)["name"]
+            _refuse_unknown(name, rungs[0], f"{path}.{direction}", f"{KEY}.{direction}")
         for ladder in (found[direction] for found in every.values() if direction in found):
             codecs = [CODECS.build(codec, f"{path}.{direction}") for codec in ladder]
             for codec in codecs:
-                _check_alone(codec, f"{path}.{direction}")
+                if isinstance(codec, ObservesWarmup):
+                    raise CompressionError(
+                        f"{path}.{direction}: codec {codec.name!r} learns, and would begin anew at every "
+                        "change; allowed: codecs without a basis of their own"
+                    )
             _check_order(codecs, rungs, f"{path}.{direction}")
     for pair in itertools.product(*(range(max(1, len(options.rungs(d)))) for d in DIRECTIONS)):
         _check_together(config, every, dict(zip(DIRECTIONS, pair)), path)
@@ -87,8 +91,7 @@ def replica_ladder(options: ReplicasOptions, policy: Policy, path: str) -> list[
         )
     rungs = policy.options.rungs("backward")
     choice = {"name": options.codec} if isinstance(options.codec, str) else options.codec
-    known = sorted(CODECS.find(choice["name"], f"{path}.codec").Options.model_fields)
-    _refuse_unknown(choice["name"], known, rungs[0], f"{path}.policy.backward", path)
+    _refuse_unknown(choice["name"], rungs[0], f"{path}.policy.backward", path)
     codecs = list[Codec]()
     for rung in rungs:
         changed = options.model_copy(update={"codec": {**choice, **rung}})
@@ -99,36 +102,15 @@ def replica_ladder(options: ReplicasOptions, policy: Policy, path: str) -> list[
     return codecs
 
 
-def _described(config: Any, boundary: int | None, direction: str) -> dict[str, Any]:
-    """Return the JSON object of the codec of a boundary and direction."""
-    choice = config.find_choice(boundary, direction)["codec"][0]
-    return {"name": choice} if isinstance(choice, str) else choice
-
-
-def _refuse_options(config: Any, direction: str, rung: dict[str, Any], path: str) -> None:
-    """Raise a CompressionError for the first option that the codec lacks."""
-    name = _described(config, None, direction)["name"]
-    known = sorted(CODECS.find(name, "").Options.model_fields)
-    _refuse_unknown(name, known, rung, path, f"{KEY}.{direction}")
-
-
-def _refuse_unknown(name: str, known: Sequence[str], rung: dict[str, Any], path: str, place: str) -> None:
+def _refuse_unknown(name: str, rung: dict[str, Any], path: str, place: str) -> None:
     """Raise a CompressionError for the first option of `rung` that codec `name` of `place` lacks."""
+    known = sorted(CODECS.find(name, f"{place}.codec").Options.model_fields)
     for option in rung:
         if option not in known:
             raise CompressionError(
                 f"{path}.{option}: codec {name!r} of {place} has no such option"
                 f"{did_you_mean(option, known)}; allowed: {', '.join(known) or 'none, so no ladder'}"
             )
-
-
-def _check_alone(codec: Codec, path: str) -> None:
-    """Refuse codecs whose learned state is lost when settings change."""
-    if isinstance(codec, ObservesWarmup):
-        raise CompressionError(
-            f"{path}: codec {codec.name!r} learns, and would begin anew at every change; allowed: codecs "
-            "without a basis of their own"
-        )
 
 
 def _check_order(codecs: list[Codec], rungs: list[dict[str, Any]], path: str) -> None:
