@@ -243,14 +243,7 @@ class Codec(Named, ABC):
 CODECS: Registry[Codec] = Registry("codec", Codec)
 register = CODECS.register
 names = CODECS.names
-
-
-def build(choice: object, path: str = "codec") -> Codec:
-    """Build the codec that a JSON value (a name, or an object of `"name"` and options) describes.
-
-    See `Registry.build`.
-    """
-    return CODECS.build(choice, path)
+build = CODECS.build
 
 
 def fill(destinations: Sequence[Tensor], parts: Sequence[Tensor]) -> None:

@@ -14,7 +14,7 @@ from rich.progress import track
 from torch import Tensor
 
 from ds_compress import config  # noqa: F401  (registers the codecs)
-from ds_compress.cli.arguments import DTYPES, add_import, device, integer, shape
+from ds_compress.cli.arguments import DTYPES, add_import, device, shape
 from ds_compress.cli.console import show
 from ds_compress.codec import CODECS, Codec, Context, TensorSpec, build, check_accepted, names
 from ds_compress.codecs.mixins import ObservesWarmup, ReusesForwardIndices, layers
@@ -42,9 +42,6 @@ def add_parser(subparsers: Any) -> None:
         help="device to run on: cpu, cuda, cuda:1, ... (default: cuda if there is one, else cpu)",
     )
     parser.add_argument(
-        "--threads", type=integer(1, 1024), default=1, help="threads of torch on the CPU (default: 1)"
-    )
-    parser.add_argument(
         "--codec",
         nargs="+",
         help="codecs to measure: names, or JSON objects as in a ds_config.json (default: all but none)",
@@ -55,7 +52,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)
     prepare()
     codecs = chosen(args.codec)
     if args.json:
@@ -64,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     rows = [measure(codec, x) for codec in track(codecs, "measuring", console=Console(stderr=True))]
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2))
-    title = f"{list(args.shape)} {args.dtype} on {args.device}, {args.threads} thread(s); GB/s of input"
+    title = f"{list(args.shape)} {args.dtype} on {args.device}, one thread; GB/s of input"
     table = [
         {
             "codec": str(codec),

@@ -21,7 +21,7 @@ from ds_compress.checkpoint.checkpointer import Checkpointer
 from ds_compress.checkpoint.search import Side
 from ds_compress.config import Config
 from ds_compress.engine.gradients import GradientTraffic, connect_replicas
-from ds_compress.engine.handshake import SharedWarning
+from ds_compress.engine.handshake import Notes, SharedWarning
 from ds_compress.engine.intercept import PointToPoint, Receiving, Sending, Specs
 from ds_compress.engine.lookahead import MADE_BY, Lookahead
 from ds_compress.engine.outer import OuterTraffic
@@ -31,7 +31,7 @@ from ds_compress.engine.wiring import wire
 from ds_compress.message.channel import Boundary, Channel
 from ds_compress.message.dependence import DependencyTracker
 from ds_compress.message.layout import as_list, tensors_in
-from ds_compress.monitor.monitor import LineExchange, Monitor
+from ds_compress.monitor.monitor import Monitor
 from ds_compress.runtime.auto import AutoController
 from ds_compress.runtime.depth import DepthController
 from ds_compress.runtime.guard import Guard
@@ -82,7 +82,7 @@ class Session:
         p2p: PointToPoint,
         original: Mapping[type, Callable[..., None]],
         watchdog: Watchdog,
-        notes: LineExchange,
+        notes: Notes,
         left_alone: SharedWarning,
     ):
         """Build the boundaries, links and parts of this rank; every rank of the job calls it.

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,16 +42,6 @@ Events = list[tuple[str, float, int]]
 logger = logging.getLogger("ds_compress")
 
 
-class LineExchange(Protocol):
-    """Transfers text lines of every rank to the reporting rank."""
-
-    def leave(self, lines: dict[str, str]) -> None:
-        """Publish lines of this rank, by key."""
-
-    def read(self, key: str) -> str:
-        """Return the line that any rank has published as `key`."""
-
-
 class Monitor:
     """Prints the active settings, writes metrics every N steps, and prints a summary at the end.
 
@@ -69,7 +59,7 @@ class Monitor:
         device: torch.device,
         link: str,
         total: Callable[[Tensor], object],
-        notes: LineExchange,
+        notes: Any,
         reports: bool,
         replicas: str = "",
     ):
@@ -81,7 +71,7 @@ class Monitor:
             rank: index of this rank in the pipeline.
             link: name of the link in the start-up line.
             total: sums a tensor in place over the stages of this pipeline.
-            notes: transfers text lines of every rank to the reporting rank.
+            notes: `Notes` of engine/handshake.py: lines of every rank, for the reporting rank.
             reports: True on the one rank that reports for all; it has a first stage.
             replicas: as for `lines.announcement`.
         """

@@ -71,9 +71,6 @@ class Evaluation:
     forward: EvaluatedMessage
     backward: EvaluatedMessage
 
-    def is_within(self, limits: ErrorLimits) -> bool:
-        return limits.allow(self.forward.error, self.backward.gradient_error)
-
 
 @dataclass(frozen=True)
 class PipelineRecipe:
@@ -135,7 +132,11 @@ def _cheapest(
     separable = [own for own in evaluations if own.candidate.is_separable]
     forward = [own for own in separable if own.forward.error <= limits.forward]
     backward = [own for own in separable if own.backward.gradient_error <= limits.backward]
-    whole = [own for own in evaluations if not own.candidate.is_separable and own.is_within(limits)]
+    whole = [
+        own
+        for own in evaluations
+        if not own.candidate.is_separable and limits.allow(own.forward.error, own.backward.gradient_error)
+    ]
     if forward and backward:
         best_forward = min(forward, key=lambda own: key(own.forward))
         best_backward = min(backward, key=lambda own: key(own.backward))

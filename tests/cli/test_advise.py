@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 
 from ds_compress.cli import main
-from ds_compress.cli.advise.planner import slowest_link_gbps
 from ds_compress.config import DIRECTIONS, Config
 from ds_compress.config.recipes import DEFAULT, LIMITS, ErrorLimits
 from tests.support.launch_scripts import load_script
-from tests.support.ranks import run_ranks
 
 ARGUMENTS = [
     "--stages",
@@ -267,7 +265,6 @@ def test_rounds_of_replicas_that_are_launched_apart(capsys):
             ["--gbps", "1", "--held-mb", "5"],
             "unrecognized arguments: --held-mb 5; --held-mb is now --activation-mb",
         ),
-        (["--measure"], "--measure: start it on the ranks to measure between"),
     ],
 )
 def test_refusals(capsys, arguments, message):
@@ -276,11 +273,6 @@ def test_refusals(capsys, arguments, message):
     except SystemExit as ended:  # of argparse
         code, err = ended.code, capsys.readouterr().err
     assert code == 2 and message in err and err.count("\n") == 1
-
-
-def test_every_rank_measures_the_same_bandwidth():
-    first, *others = run_ranks(3, slowest_link_gbps)
-    assert 0 < first < 1000 and others == [first, first]
 
 
 def test_two_hosts_refuses_in_one_line_what_it_cannot_do(tmp_path):

@@ -34,7 +34,6 @@ BAD = [
     *each(ADVISE, ("--recipe",), ["no_such_file.json", "."]),
     *each(ADVISE, ("--device",), ["cuda:99", "nonsense", "", "meta", "cpu:x"]),
     *each(BENCH, ("--device",), ["cuda:99", "nonsense", "", "meta", "cpu:x"]),
-    *each(BENCH, ("--threads",), COUNTS),
     *each(
         BENCH, ("--codec",), ["topq", "{", "[]", "{}", '{"name": "quantize", "bits": 99}', '{"name": NaN}']
     ),
@@ -44,7 +43,6 @@ BAD = [
     *each(CHECK, ("--shape",), [",".join(["9" * 9] * 9)]),
     *each(CHECK, ("--dtype",), ["int8"]),
     [*ADVISE, "--recipe", "DS_CONFIG", "DS_CONFIG"],
-    [*ADVISE[:-4], "--measure"],
     [*CHECK, "--no-such-option"],
     [*CHECK[:1], ".", *CHECK[2:]],
     [*CHECK[:1], "no_such_file.json", *CHECK[2:]],

@@ -3,14 +3,12 @@
 It replays DeepSpeed's schedule (`ds_compress.planning.step_time`) with real packet sizes, and codec speeds
 measured here. Options give compute times and messages, or they are measured on a model in this process:
 `--model` takes a Transformers checkpoint, `--probe` layers of your own. With `--finetune` they are predicted,
-memory included, from a train.json and the config.json of its model. `--measure`, under a launcher with one
-rank per stage, takes the bandwidth of the slowest link between neighbouring ranks.
+memory included, from a train.json and the config.json of its model. `ds-compress doctor` measures links.
 """
 
 import argparse
 import contextlib
 import json
-import os
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -23,7 +21,6 @@ from ds_compress.cli.advise.layouts import compare_layouts, format_layouts, form
 from ds_compress.cli.advise.planner import (
     list_recipes,
     make_evaluator,
-    measure_gbps,
     predict_run,
     read_recipe_files,
 )
@@ -98,14 +95,11 @@ def add_parser(subparsers: Any) -> None:
         default=0.0,
         help="time of the rest of a step, in ms: optimizer, sum of the losses (default: 0)",
     )
-    link = parser.add_mutually_exclusive_group(required=True)
-    link.add_argument(
+    parser.add_argument(
         "--gbps",
         type=number(1e-6, 1e6),
-        help="bandwidth of the link between stages, in Gbit/s in each direction",
-    )
-    link.add_argument(
-        "--measure", action="store_true", help="measure the bandwidth between the ranks of this launch"
+        required=True,
+        help="bandwidth of the link between stages, in Gbit/s in each direction; `doctor` measures it",
     )
     parser.add_argument(
         "--latency-ms", type=number(0, 1e9), default=0.0, help="one-way link latency in ms (default: 0)"
@@ -186,10 +180,7 @@ def run(args: argparse.Namespace) -> int:
     if (args.replicas is None) != (args.parameters is None):
         raise CompressionError("--replicas and --parameters: give both, or neither")
     evaluator, files = make_evaluator(args), read_recipe_files(args.recipe or ())
-    gbps = measure_gbps() if args.measure else args.gbps
-    if args.measure and int(os.environ["RANK"]) > 0:
-        return 0
-    network = LinkSpeed(bandwidth=gbps * 1e9 / 8, latency=args.latency_ms / 1e3)
+    network = LinkSpeed(bandwidth=args.gbps * 1e9 / 8, latency=args.latency_ms / 1e3)
     limits = LIMITS[args.quality] if args.max_error is None else ErrorLimits(args.max_error, args.max_error)
     with contextlib.redirect_stdout(sys.stderr):  # what deepspeed, and layers, may print
         evaluator.prepare()
@@ -225,9 +216,8 @@ def run(args: argparse.Namespace) -> int:
         show(*format_layouts(layouts))
         print()
         show(*format_rounds(rounds))
-    title = (
-        f"{args.stages} stages, {args.micro_batches} micro-batches, {evaluator.message}, {gbps:.3g} Gbit/s"
-    )
+    counts = f"{args.stages} stages, {args.micro_batches} micro-batches"
+    title = f"{counts}, {evaluator.message}, {args.gbps:.3g} Gbit/s"
     print()
     show(title, list(map(partial(format_row, rows[0]), rows)))
     return 0

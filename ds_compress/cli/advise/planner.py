@@ -5,13 +5,9 @@ For a train.json, memory, compute times and messages follow from the config of i
 
 import argparse
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import distributed as dist
 
 from ds_compress.cli.advise.from_args import ArgsEvaluator
 from ds_compress.cli.advise.from_model import ModelEvaluator
@@ -25,8 +21,6 @@ from ds_compress.planning import choice
 from ds_compress.planning.choice import PipelineRecipe
 from ds_compress.planning.depth import MemoryBudget
 from ds_compress.planning.step_time import LinkSpeed, Workload
-from ds_compress.transport.p2p import PeerTimeout
-from ds_compress.transport.probe import probe_neighbours
 
 if TYPE_CHECKING:
     from ds_compress.hf.footprint import StageFootprint
@@ -134,33 +128,6 @@ def read_recipe_files(paths: Sequence[Path]) -> RecipeFiles:
         with errors_at(f"recipe {name}"):
             found[name] = block, Config(block)
     return found
-
-
-def measure_gbps() -> float:
-    """Return the Gbit/s of the slowest link between neighbouring ranks; every rank calls it.
-
-    Raises:
-        CompressionError: there is only one rank.
-    """
-    if int(os.environ.get("WORLD_SIZE", 1)) < 2:
-        raise CompressionError(
-            "--measure: start it on the ranks to measure between, for example: "
-            "torchrun --nproc-per-node 2 -m ds_compress advise --measure ..."
-        )
-    dist.init_process_group("gloo")
-    gbps = slowest_link_gbps()
-    dist.barrier()
-    dist.destroy_process_group()
-    return gbps
-
-
-def slowest_link_gbps() -> float:
-    """Return the Gbit/s of the slowest link from a rank to the next; the same on every rank."""
-    links = probe_neighbours(torch.device("cpu"), PeerTimeout("ds-compress advise --measure"))
-    incoming = [link.incoming for peer, link in links.items() if peer < dist.get_rank()]
-    slowest = torch.tensor(min(incoming, default=float("inf")), dtype=torch.float64, device="cpu")
-    dist.all_reduce(slowest, dist.ReduceOp.MIN)
-    return 8e-9 * slowest.item()
 
 
 def predict_run(args: argparse.Namespace) -> "list[StageFootprint]":
