@@ -18,7 +18,7 @@ from ds_compress.config.checks import check, check_nesting, check_policy, feedba
 from ds_compress.config.policies import POLICIES
 from ds_compress.config.policies.ladder import check as check_ladders
 from ds_compress.config.policies.ladder import replica_ladder
-from ds_compress.config.recipes import Quality, with_changes, with_recipe
+from ds_compress.config.recipes import with_changes, with_recipe
 from ds_compress.config.replicas import build_replica_codec
 from ds_compress.errors import REQUIRE, CompressionError, errors_at, is_required, shown
 from ds_compress.feedback import FEEDBACKS, Feedback
@@ -70,6 +70,7 @@ class Config:
         check(self.block)
         self.warmup_steps = self.block.warmup_steps
         self._written = self.block  # before anything was adopted
+        self.quality = self.block.quality  # the error budget if recipe "auto" chooses the settings, else None
         self.adopted: dict[str, Any] = {}
         """Settings in force beside the written block, as "boundaries" of a block."""
 
@@ -95,6 +96,7 @@ class Config:
         self.sample_ids = self._sample_ids()
         self.eval = self._evaluation()  # `simulate` and the guard evaluate one state both ways
         self.policy = POLICIES.build(self.block.policy, f"{KEY}.policy")
+        self.has_policy = self.policy.name != "constant"  # whether it may change settings between steps
         check_policy(self.policy.name, self.block)
         check_ladders(self)
         self.notes.update(dict.fromkeys((*unused_options(self, block), *feedback_notes(self))))
@@ -111,16 +113,6 @@ class Config:
         """Return the codec of gradients between replicas whose rung is the strongest."""
         assert self.replica_codec is not None
         return self.replica_ladder[-1] if self.replica_ladder else self.replica_codec
-
-    @property
-    def has_policy(self) -> bool:
-        """Return whether a policy may change settings between steps."""
-        return self.policy.name != "constant"
-
-    @property
-    def quality(self) -> Quality | None:
-        """Return the error budget if recipe "auto" chooses the settings, else None."""
-        return self._written.quality
 
     @property
     def written(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ds_compress.checkpoint.checkpointer import Checkpointer
 from ds_compress.checkpoint.search import Side
 from ds_compress.config import Config
-from ds_compress.engine.gradients import GradientTraffic, connect_replicas
+from ds_compress.engine.gradients import connect_replicas
 from ds_compress.engine.handshake import Notes, SharedWarning
 from ds_compress.engine.intercept import PointToPoint, Receiving, Sending, Specs
 from ds_compress.engine.lookahead import MADE_BY, Lookahead
@@ -114,6 +114,7 @@ class Session:
         if self.gradients is not None:
             self.stage.groups.append(self.gradients.exchange.replicas.group)
         self.outer = OuterTraffic(engine, config) if config.outer else None
+        self.replicas = self.outer or self.gradients
         self.guard = Guard(config, engine.global_rank, boundaries)
         if self.outer is not None:
             self.outer.watch = functools.partial(self.guard.watch_round, engine)
@@ -159,11 +160,6 @@ class Session:
         stage = Stage(config, p2p, before, after)
         wire(stage, engine, self.depth.now)
         return stage
-
-    @property
-    def replicas(self) -> GradientTraffic | OuterTraffic | None:
-        """Return what exchanges something with other replicas, within the launch or with other launches."""
-        return self.outer or self.gradients
 
     def sides(self) -> list[Side]:
         """Return the sides of boundaries that this rank has, with the layers behind them."""

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 from transformers import PretrainedConfig
 
-from ds_compress.errors import CompressionError, in_one_line
+from ds_compress.errors import failures_at
 from ds_compress.hf.model import plan_parts
 from ds_compress.hf.part import AFTER, EMBEDDING, LAYER, Part, add_adapters, causal_lm_loss
 from ds_compress.hf.quantized import count_bytes, is_quantized
@@ -92,18 +92,10 @@ def predict_footprint(settings: Settings, config: PretrainedConfig) -> list[Stag
             if lora:
                 add_adapters(part, copy.deepcopy(lora), settings.seed)
         trained = sum(p.numel() for part in parts for p in part.parameters() if p.requires_grad)
-        try:
-            kept, peak, left, *flops = _measure_passes(
-                parts,
-                settings.activation_checkpoint_interval,
-                (sequences, length),
-                text.hidden_size,
-                isolated,
-            )
-        except Exception as error:  # a model that looks at its data
-            raise CompressionError(
-                f"{type(config).__name__}: memory cannot be predicted: {in_one_line(error)}"
-            ) from error
+        size, interval = (sequences, length), settings.activation_checkpoint_interval
+        # it fails for a model that looks at its data
+        with failures_at(f"{type(config).__name__}: memory cannot be predicted"):
+            kept, peak, left, *flops = _measure_passes(parts, interval, size, text.hidden_size, isolated)
         extra = max((p.numel() for p in parameters if is_quantized(p)), default=0) * template.dtype.itemsize
         if stage == len(bounds) - 2:  # DeepSpeed keeps logits of two earlier micro-batches, the graph of one
             logits = tokens * text.vocab_size * template.dtype.itemsize

@@ -15,7 +15,7 @@ from peft import LoraConfig
 from transformers import AutoConfig, PretrainedConfig
 
 from ds_compress.engine.subspace import SubspacePipeline
-from ds_compress.errors import CompressionError, in_one_line, shown
+from ds_compress.errors import CompressionError, failures_at, shown
 from ds_compress.hf.part import (
     EMBEDDING,
     Part,
@@ -122,10 +122,8 @@ def read_config(folder: Path) -> PretrainedConfig:
             f"{folder}: config.json is missing; should be the folder of a Transformers model, or of its "
             "config.json alone (hf download NAME config.json --local-dir FOLDER)"
         )
-    try:
+    with failures_at(str(folder)):
         return AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise CompressionError(f"{folder}: {in_one_line(error)}") from None
 
 
 def assign_layers(costs: Sequence[float], stages: int | Sequence[int]) -> list[int]:

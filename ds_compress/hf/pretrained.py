@@ -34,12 +34,8 @@ class PretrainedModel:
             CompressionError: there is none.
         """
         self.folder = _folder(name)
-        self._config = load_config(self.folder)
-
-    @property
-    def width(self) -> int:
-        """Width of the hidden states between its layers."""
-        return int(self._config.get_text_config().hidden_size)
+        self._config = load_config(self.folder).get_text_config()
+        self.width: int = self._config.hidden_size  # of the hidden states between its layers
 
     def layers(self, stages: int, dtype: torch.dtype | None) -> tuple[list[Any], list[int]]:
         """Return the layers of `pipeline_module`, and where its stages begin and end."""
@@ -51,7 +47,7 @@ class PretrainedModel:
         The tokens are random, and the same in every run.
         """
         options: Any = {"generator": torch.Generator("cpu").manual_seed(0), "dtype": torch.int64}
-        vocab_size = self._config.get_text_config().vocab_size
+        vocab_size = self._config.vocab_size
         while True:
             ids = torch.randint(vocab_size, (sequences, length), **options, device="cpu")
             yield ids, ids

@@ -46,6 +46,10 @@ class RunFolder:
         seen = [other for other in range(ranks) if (path / f".rank-{token:x}-{other}").exists()]
         self._owners = gather_integers(seen[0])
         """For each rank, the first rank that sees the same folder."""
+        self.is_shared = not any(self._owners)
+        """Whether all ranks see one folder."""
+        self.is_owner = self._owners[self._rank] == self._rank
+        """Whether this rank writes what its folder has once."""
         own.unlink()
         for rank in range(ranks):
             first = rank - rank % replicas  # DeepSpeed numbers the replicas of a stage one after the other
@@ -55,16 +59,6 @@ class RunFolder:
                     "the same stage; should be a folder that all machines share, or a hostfile that puts the "
                     "replicas of a stage on one machine"
                 )
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether all ranks see one folder."""
-        return not any(self._owners)
-
-    @property
-    def is_owner(self) -> bool:
-        """Whether this rank writes what its folder has once."""
-        return self._owners[self._rank] == self._rank
 
     def name_complete(self, step: int, name: str = LATEST) -> None:
         """Name the checkpoint of `step`, which is complete, as `name` says, in every folder.

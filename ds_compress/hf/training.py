@@ -65,6 +65,7 @@ class FinetuneRun:
             config=complete_ds_config(settings, DTYPES[settings.dtype] or getattr(config, "dtype", None)),
             model_parameters=[p for p in module.parameters() if p.requires_grad],
         )
+        self._session = getattr(self.engine, "ds_compress", None)  # what compresses; None: the key is absent
         grid = self.engine.grid
         self.replica = grid.get_data_parallel_id(), grid.data_parallel_size
         self.micro_batch = self.engine.train_micro_batch_size_per_gpu()
@@ -86,10 +87,8 @@ class FinetuneRun:
     def _load_data(self, config: PretrainedConfig) -> tuple[Any, Sequences]:
         """Load the tokenizer and the sequences, which are equal on all ranks."""
         name = self.settings.tokenizer or self.settings.model
-        try:
+        with failures_at(f"{NAME}.tokenizer: {name}"):
             tokenizer = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            raise CompressionError(f"{NAME}.tokenizer: {name}: {in_one_line(error)}") from None
         data: Sequences = _call_in_turn(lambda: Sequences(self.settings, tokenizer))
         what = f"{NAME}.data: the text, or what the tokenizer makes of it,"
         for rows in data.train + data.eval:  # the number of calls must not depend on the data
@@ -202,11 +201,6 @@ class FinetuneRun:
         self.evaluations[step] = self.perplexity()
         progress.say(f"perplexity after step {step}: {self._format(self.evaluations[step])}")
         return self._best_step == step
-
-    @property
-    def _session(self) -> Any:
-        """What compresses; None if the key is absent."""
-        return getattr(self.engine, "ds_compress", None)
 
     def _count_bytes(self) -> tuple[int, int]:
         """Return the bytes that this stage has sent, before and after compression; zeros without it."""

@@ -5,8 +5,6 @@ layer to layer, or computes with a module that a part lacks, is refused rather t
 """
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from ds_compress.errors import CompressionError, in_one_line
+from ds_compress.errors import CompressionError, errors_at, failures_at, in_one_line
 from ds_compress.hf.part import LINEAR, Part, add_adapters, causal_lm_loss, list_parts
 from ds_compress.hf.structure import ModelStructure, ModelTemplate, find_structure
 
@@ -50,31 +48,20 @@ def verify_parts(config: PretrainedConfig, positions: bool, lora: LoraConfig | N
     for key in ("layerdrop", "output_router_logits"):
         if getattr(config, key, False):
             raise CompressionError(f'{name}: "{key}" is not supported in a pipeline: switch it off')
+    refused = f"{name}: this model cannot be cut into stages"
+    alone = "its parts do not run alone"  # a model that lacks most of itself can fail anywhere
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
-        with _explain_refusal(name):
+        with errors_at(refused), failures_at(alone):
             tiny = make_tiny_config(config)
             whole, parts, structure = _build(tiny, positions)
             inputs = _draw_inputs(whole, positions)
         if lora:
             _add_adapters(whole, parts, lora)
             _check_adapters_run(whole, inputs)
-        with _explain_refusal(name):
+        with errors_at(refused), failures_at(alone):
             _compare_parts(whole, parts, inputs)
     return structure
-
-
-@contextmanager
-def _explain_refusal(name: str) -> Iterator[None]:
-    """Begin errors with the class of the config, and turn any error of a part into one line."""
-    try:
-        yield
-    except CompressionError as error:
-        raise CompressionError(f"{name}: this model cannot be cut into stages: {error}") from None
-    except Exception as error:  # a model that lacks most of itself can fail anywhere
-        raise CompressionError(
-            f"{name}: this model cannot be cut into stages: its parts do not run alone: {in_one_line(error)}"
-        ) from error
 
 
 def _build(config: PretrainedConfig, positions: bool) -> tuple[PreTrainedModel, list[Part], ModelStructure]:

@@ -45,10 +45,11 @@ class Table:
             return torch.zeros(shape, dtype=torch.float64, device=device)
 
         self._columns = zeros(boundaries, len(DIRECTIONS), len(COLUMNS))
-        self._stamps = zeros(boundaries, len(DIRECTIONS), SIDES, STAMPS)
+        self.stamps = zeros(boundaries, len(DIRECTIONS), SIDES, STAMPS)
+        """[boundary, direction, side, packet]; zeros where there was none."""
         self._status = zeros(ranks)
         self._gradients = zeros(ranks, len(GRADIENTS))
-        self._parts = (self._columns, self._stamps, self._status, self._gradients)
+        self._parts = (self._columns, self.stamps, self._status, self._gradients)
         self._sum = zeros(sum(part.numel() for part in self._parts), device=device)
 
     def clear(self) -> None:
@@ -63,7 +64,7 @@ class Table:
     def stamp(self, channel: Channel, side: int, stamps: Sequence[float]) -> None:
         """Store when the packets of a step left (`side` 0) or came (1), in milliseconds."""
         first = torch.tensor(stamps[:STAMPS], dtype=torch.float64, device="cpu")
-        self._stamps[self._place(channel)][side, : len(first)] = first
+        self.stamps[self._place(channel)][side, : len(first)] = first
 
     def fill_gradients(self, rank: int, values: Mapping[str, float]) -> None:
         """Put `values`, by column, where the other stages find those of the gradients of `rank`."""
@@ -92,11 +93,6 @@ class Table:
     def gradients(self) -> list[dict[str, float]]:
         """Return the values of gradients by rank, zeros where gradients are not compressed."""
         return [dict(zip(GRADIENTS, row)) for row in self._gradients.tolist()]
-
-    @property
-    def stamps(self) -> Tensor:
-        """Return [boundary, direction, side, packet], zeros where there was none."""
-        return self._stamps
 
     @property
     def statuses(self) -> list[Status]:

@@ -30,16 +30,12 @@ class DepthController:
 
     def __init__(self, link: LinkOptions):
         self.now = 1 if link.depth == "auto" else link.depth
-        self._link = link
+        self._link, self.auto = link, link.depth == "auto"
         self._batches = 0
         self._last = 0  # batch to measure
         self._micro_batches = 0  # of the counted batches
         self._profiler: StageProfiler | None = None
         self.profiler: StageProfiler | None = None  # of the batch in progress
-
-    @property
-    def auto(self) -> bool:
-        return self._link.depth == "auto"
 
     def schedule(self, engine: Any, pipe_schedule: Any) -> Any:
         """Return a deeper schedule in place of DeepSpeed's own, or `pipe_schedule` itself."""

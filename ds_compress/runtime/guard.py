@@ -93,6 +93,7 @@ class Guard:
         self.replayed: Iterator[Any] | None = None  # of `batches`, while the engine loads these
         self._config = config
         self._options = config.block.guard
+        self.acts = self._options.action != "warn"
         self._rank = rank
         self._boundaries = boundaries
         self._warned_of: set[str] = set()
@@ -123,11 +124,6 @@ class Guard:
         """Forget the micro-batches of the step."""
         self.due = self.collects = False
         self.batches.clear()
-
-    @property
-    def acts(self) -> bool:
-        """Return whether the guard does more than warn."""
-        return self._options.action != "warn"
 
     def compares_losses(self, step: int) -> bool:
         """Return whether the guard compares losses after that step."""

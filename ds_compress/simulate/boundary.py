@@ -59,6 +59,7 @@ class SimulatedBoundary(nn.Module):
         self.config = config
         self.upstream = Boundary(number, config, replica)
         self.downstream = Boundary(number, config, replica)
+        self.sending = self.upstream.forward, self.downstream.backward
         self.micro_batches = micro_batches
         self.errors = {direction: MeanError() for direction in DIRECTIONS}
         self.ends = {channel.direction: SimulatedEnd(channel) for channel in self.sending}
@@ -83,11 +84,6 @@ class SimulatedBoundary(nn.Module):
         if message_id.training:
             self.upstream.sample_ids.pop(message_id.micro_batch, None)  # the next pass has others
         return outputs[0] if isinstance(tensors, Tensor) else outputs
-
-    @property
-    def sending(self) -> tuple[Channel, Channel]:
-        """Return the channels that send, forward and backward."""
-        return self.upstream.forward, self.downstream.backward
 
     def announce(self, ids: Tensor) -> None:
         """Set the `ids` of the samples of the next training pass."""

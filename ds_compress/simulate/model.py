@@ -17,7 +17,7 @@ from ds_compress.errors import CompressionError, shown
 from ds_compress.feedback.aqsgd.sample_ids import SampleIds
 from ds_compress.message.dependence import DependencyTracker
 from ds_compress.runtime.policy import PolicyController
-from ds_compress.simulate.boundary import SimulatedBoundary, SimulatedEnd
+from ds_compress.simulate.boundary import SimulatedBoundary
 
 
 class SimulatedTraining:
@@ -37,15 +37,11 @@ class SimulatedTraining:
         self.global_steps = 0
         self.micro_batches = boundaries[0].micro_batches
         self._boundaries = boundaries
+        self.ends = [end for boundary in boundaries for end in boundary.ends.values()]
         self._lr = lr
         check_lr(config.policy, f"{KEY}.policy", lr)
         self._policy = PolicyController(config, len(boundaries), "cpu", lambda tensor: [tensor])
         self._adopt(self._policy.start(self, self))
-
-    @property
-    def ends(self) -> list[SimulatedEnd]:
-        """Return the sending ends of all channels."""
-        return [end for boundary in self._boundaries for end in boundary.ends.values()]
 
     def get_lr(self) -> Sequence[float]:
         """Return the learning rates of the optimizer."""
