@@ -243,7 +243,14 @@ class Codec(Named, ABC):
 CODECS: Registry[Codec] = Registry("codec", Codec)
 register = CODECS.register
 names = CODECS.names
-build = CODECS.build
+
+
+def build(choice: object, path: str = "codec") -> Codec:
+    """Build the codec that a JSON value (a name, or an object of `"name"` and options) describes.
+
+    See `Registry.build`.
+    """
+    return CODECS.build(choice, path)
 
 
 def fill(destinations: Sequence[Tensor], parts: Sequence[Tensor]) -> None:

@@ -122,17 +122,16 @@ class Registry(Generic[Kind]):
             raise CompressionError(f"{path}: {shown(name)} is not registered{near}; {known}")
         return self._classes[name]
 
-    def build(self, choice: object, path: str | None = None) -> Kind:
+    def build(self, choice: object, path: str) -> Kind:
         """Build an instance from a JSON value.
 
         Args:
             choice: a name, or a dict with `"name"` and options.
-            path: JSON path of `choice`, for errors; the kind if there is none.
+            path: JSON path of `choice`, for errors.
 
         Raises:
             CompressionError: unknown name, unknown option or a value that is not allowed.
         """
-        path = self.kind if path is None else path
         if isinstance(choice, str):
             cls = self.find(choice, path)
             return cls.of(validate(cls.Options, {}, path))
