@@ -17,11 +17,6 @@ def terminal_width() -> int:
     return shutil.get_terminal_size((WIDTH_OF_FILES, 24)).columns
 
 
-def console() -> Console:
-    """Return a console as wide as the terminal."""
-    return Console(width=terminal_width())
-
-
 def show(title: str, rows: Sequence[Mapping[str, str]]) -> None:
     """Print `rows`, which have the same columns: as a table where the terminal is wide enough for it, else
     value by value. Nothing is cut."""
@@ -32,7 +27,7 @@ def show(title: str, rows: Sequence[Mapping[str, str]]) -> None:
     wide = Console(width=10_000)
     print(title)
     if wide.measure(table).maximum <= terminal_width():
-        console().print(table)
+        Console(width=terminal_width()).print(table)
         return
     widest = max(map(len, columns))
     for row in rows:

@@ -50,18 +50,13 @@ def allocatable_bytes(device: torch.device) -> float:
     the host together.
     """
     if device.type == "cpu":
-        return (1 - HOST_MARGIN) * _host_available()
+        available = float(psutil.virtual_memory().available)
+        group = Path("/sys/fs/cgroup")  # of the container that this process runs in
+        limit, current = group / "memory.max", group / "memory.current"
+        if limit.exists() and limit.read_text().strip() != "max":
+            available = min(available, int(limit.read_text()) - int(current.read_text()))
+        return (1 - HOST_MARGIN) * max(0.0, available)
     module = torch.get_device_module(device)
     free, total = module.mem_get_info(device)
     unused = module.memory_reserved(device) - module.max_memory_allocated(device)
     return max(0.0, free + max(0, unused) - GPU_MARGIN * total)
-
-
-def _host_available() -> float:
-    """Return the free bytes of the machine, or of the container this process runs in, whichever has less."""
-    available = float(psutil.virtual_memory().available)
-    group = Path("/sys/fs/cgroup")
-    limit, current = group / "memory.max", group / "memory.current"
-    if limit.exists() and limit.read_text().strip() != "max":
-        available = min(available, int(limit.read_text()) - int(current.read_text()))
-    return max(0.0, available)

@@ -8,6 +8,9 @@ from pydantic import Field, field_validator
 from ds_compress.config.policies.base import POLICIES, ChannelKey, DecisionInput, LadderOptions, Policy, State
 from ds_compress.errors import CompressionError, shown
 
+LR_DROP = 0.5
+"""The learning rate has dropped if it is at most this fraction of that at the previous decision."""
+
 
 @POLICIES.register("accordion")
 class Accordion(Policy):
@@ -27,8 +30,6 @@ class Accordion(Policy):
         """Steps between two decisions; the norm is averaged over them."""
         threshold: float = Field(default=0.5, gt=0, le=1e6)
         """Relative change of the norm at or above which a boundary is in a critical phase."""
-        lr_drop: float = Field(default=0.5, gt=0, lt=1)
-        """The learning rate has dropped if it is at most this fraction of that at the previous decision."""
 
         @field_validator("forward", "backward")
         @classmethod
@@ -47,7 +48,7 @@ class Accordion(Policy):
     def decide(self, now: DecisionInput, state: State) -> dict[ChannelKey, int]:
         """Choose the mild rung for boundaries in a critical phase, the strong rung for the others."""
         signals = now.signals or {}
-        dropped = "lr" in state and now.lr <= self.options.lr_drop * state["lr"]
+        dropped = "lr" in state and now.lr <= LR_DROP * state["lr"]
         state["lr"] = now.lr
         norms, before = state.setdefault("norms", {}), dict(state.get("norms", {}))
         rungs = {}
