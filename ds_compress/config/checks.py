@@ -71,8 +71,9 @@ def _of_guard(config: Any) -> dict[str, str]:
     return {
         "guard.loss": not_compared,
         "guard.loss_floor": not_compared,
-        "guard.error": not_measured or "no codec of activations loses anything" * (not loses_forward),
-        "guard.gradient_error": not_measured or "no codec of gradients loses anything" * (not loses_backward),
+        "guard.error": not_measured or ("" if loses_forward else "no codec of activations loses anything"),
+        "guard.gradient_error": not_measured
+        or ("" if loses_backward else "no codec of gradients loses anything"),
         "guard.nonfinite": not_measured,
         "guard.residual": not_measured or ("" if has_residual else "no feedback keeps a residual"),
     }

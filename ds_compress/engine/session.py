@@ -370,7 +370,10 @@ class Session:
             run()
         finally:
             p2p.receiving = around
-        (stage.unused.add if end.messages == before else stage.unused.discard)(instruction)
+        if end.messages == before:
+            stage.unused.add(instruction)
+        else:
+            stage.unused.discard(instruction)
         if forward and self.lookahead.tracking:
             self.mark_received(as_list(engine.pipe_buffers["inputs"][buffer_id]), end.channel.boundary)
 

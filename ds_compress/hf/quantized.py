@@ -55,10 +55,11 @@ def find_quantizer(
             f'{NAME}.lora: missing, but the weights are quantized and cannot be trained; give "lora": {{}}'
         )
     try:
-        chosen: Any = copy.deepcopy(given) if given else BitsAndBytesConfig(load_in_8bit=True)
-        if requested and requested != "int8":
-            options = {"bnb_4bit_quant_type": requested, "bnb_4bit_compute_dtype": dtype}
-            chosen = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True, **options)
+        options: dict[str, Any] = {"load_in_8bit": True}
+        if requested != "int8":
+            options = {"load_in_4bit": True, "bnb_4bit_quant_type": requested}
+            options |= {"bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+        chosen = copy.deepcopy(given) if given else BitsAndBytesConfig(**options)
         quantizer = AutoHfQuantizer.from_config(chosen, pre_quantized=bool(given))
         quantizer.validate_environment()
     except (ImportError, RuntimeError) as error:

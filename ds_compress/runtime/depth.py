@@ -51,8 +51,8 @@ class DepthController:
         if not self.auto and not isinstance(pipe_schedule, DepthSchedule):
             return f", depth {self.now} has no effect on this schedule"
         if not self.auto:
-            depth = pipe_schedule.depth
-            return f", depth {depth}" + f" instead of {self.now} (too few micro-batches)" * (depth < self.now)
+            few = f" instead of {self.now} (too few micro-batches)" if pipe_schedule.depth < self.now else ""
+            return f", depth {pipe_schedule.depth}{few}"
         if engine.dynamic_shape:
             return f", depth auto, {self.now} because of dynamic_shape"
         if is_deepspeed_schedule(pipe_schedule) or isinstance(pipe_schedule, DepthSchedule):
