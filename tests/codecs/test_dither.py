@@ -17,7 +17,7 @@ from ds_compress.kernels.entropy.reference import (
     encode_sorted,
 )
 from tests.support.codecs import Pair, assert_same_bits
-from tests.support.kernels import EACH_TARGET, compiled_for
+from tests.support.kernels import EACH_TARGET, compiled_for, remembered
 
 CODECS = [
     {"name": "entropy", "bits": 2},
@@ -163,30 +163,37 @@ def test_backends_give_the_same_bits(target, bits, monkeypatch):
         compare_backends(bits)
 
 
+encode, decode, encode_units, decode_units = map(
+    remembered, (encode_entropy, decode_entropy, encode_sorted, decode_sorted)
+)
+"""For the other instruction sets."""
+
+
 def compare_backends(bits):
     generator = torch.Generator().manual_seed(3)
     for n, cuts in ((1, ()), (33, ()), (5001, (128, 1000)), (70_001, (4096, 20_000))):
         x = torch.randn(n, generator=generator)
         few = torch.where(torch.arange(n) % 1111 < 9, x, 0)
         wide = torch.empty(n).cauchy_(generator=generator)
-        for values in (x, x.bfloat16(), x.half(), x.sign() * 0.3, wide, few, x * 1e-40, 0 * x):
+        kinds = x, x.bfloat16(), wide, few, x.half(), x.sign() * 0.3, x * 1e-40, 0 * x
+        for values in kinds if n < 70_000 else kinds[:4]:
             frame = frame_of(n, bits, cuts, dithered=True)
-            words = encode_entropy(values, frame, 99)
+            words = encode(values, frame, 99)
             assert torch.equal(cpu.encode_entropy(values, frame, 99), words)
             damaged = words.clone()
             damaged[torch.randint(0, len(words), (1,), generator=generator)] ^= 4
             for code in (words, damaged):
                 ours = cpu.decode_entropy(code, frame, values.dtype, 99)
-                assert_same_bits(ours, decode_entropy(code, frame, values.dtype, 99))
+                assert_same_bits(ours, decode(code, frame, values.dtype, 99))
     for units in (SortedBlocks(400, RUN, False), SortedBlocks(300, 41, True), SortedBlocks(97, 260, True)):
         n = units.count * units.size + (0 if units.columns else 17)
         x = torch.randn(n, generator=generator) * torch.exp2(2 * torch.randn(n, generator=generator))
         frame = frame_of(n, bits, units.cuts, units.words, True)
         for values in (x, x.bfloat16()):
-            words = encode_sorted(values, frame, units, 99)
+            words = encode_units(values, frame, units, 99)
             assert torch.equal(cpu.encode_sorted(values, frame, units, 99), words)
             ours = cpu.decode_sorted(words, frame, units, values.dtype, 99)
-            assert_same_bits(ours, decode_sorted(words, frame, units, values.dtype, 99))
+            assert_same_bits(ours, decode_units(words, frame, units, values.dtype, 99))
 
 
 def test_zeros_arrive_as_zeros():

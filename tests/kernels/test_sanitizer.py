@@ -24,7 +24,7 @@ from tests.support.kernels import compile_with
 from tests.support.ranks import once
 
 ROOT = Path(__file__).parents[2]
-SANITIZERS = ("-O1", "-g", "-march=native", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+SANITIZERS = ("-O0", "-march=native", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
 def runtime() -> str:
