@@ -80,8 +80,12 @@ def split(x: Tensor, group_size: int | str, fill: Literal["last", "zeros"] = "la
 
     The last group is padded with the last value, which keeps the range, or with zeros, which keep the sum.
     """
+    numel = x.numel()
+    size = numel if isinstance(group_size, str) else group_size
+    if numel and numel % size == 0 and size % 8 == 0:  # nothing is missing: most messages, without a spec
+        return x.reshape(-1, size)
     groups, size = group_shape(TensorSpec.of(x), group_size)
-    missing = groups * size - x.numel()
+    missing = groups * size - numel
     if missing:
         values = x.reshape(-1)
         more = values[-1:] if fill == "last" else values.new_zeros(1)

@@ -113,8 +113,8 @@ class TopK(Sparse, ReusesForwardIndices):
         ctx.selection = selection = self._select(x.contiguous(), plan, place)
         values = selection.take(x)
         indices: Parts = plan.coder.encode(selection, out and out[: plan.parts])
-        if values is place:
-            return (*indices, values)
+        if out and values is place:
+            return out  # as it came: the channel has nothing left to copy
         return indices + self.values.encode_into(values, ctx, out and out[plan.parts :])
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:

@@ -27,7 +27,7 @@ class Bitmask:
 
     @staticmethod
     def encode(selection: Selection, out: Parts | None = None) -> Parts:
-        return copy_into(out, (selection.bits,))
+        return (selection.bits if out is None else out[0].copy_(selection.bits),)
 
     @staticmethod
     def decode(parts: Parts, numel: int, count: int) -> Selection:
