@@ -45,41 +45,38 @@ class EntropyBase(Codec):
     name = "entropy"
 
     def layout(self, spec: TensorSpec) -> Layout:
-        words = self._frame_of(spec.numel).words if spec.numel else 0
+        words = self._frame(spec).all_words if spec.numel else 0
         return (((words,), torch.int16),)
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         if not x.numel():
             return (torch.empty(0, dtype=torch.int16, device=x.device),)
-        frame, dither = self._frame_of(x.numel()), self._dither(ctx)
+        frame, dither = self._frame(TensorSpec.of(x)), self._dither(ctx)
         return (kernels(x.device).encode_entropy(x.detach().reshape(-1), frame, dither),)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         if not spec.numel:
             return torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
-        return self._decode_words(parts[0], self._frame_of(spec.numel), spec.dtype, ctx).view(spec.shape)
+        return self._decode_words(parts[0], self._frame(spec), spec.dtype, ctx).view(spec.shape)
 
     def _decode_words(self, words: Tensor, frame: CodeLayout, dtype: torch.dtype, ctx: Context) -> Tensor:
-        """Return the values, flat."""
-        return self._checked(*kernels(words.device).decode_entropy(words, frame, dtype, self._dither(ctx)))
+        """Return the values, flat.
 
-    def _frame_of(self, numel: int, cuts: tuple[int, ...] = (), taken: int = 0) -> CodeLayout:
-        """Return the frame of a message, as `format.frame_of`."""
-        return frame_of(numel, self.options.bits, cuts, taken, self.unbiased)
+        Raises:
+            CompressionError: `words` are not valid.
+        """
+        values, valid = kernels(words.device).decode_entropy(words, frame, dtype, self._dither(ctx))
+        if valid.device.type == "cpu" and not valid:  # a GPU's values are nan then: the host does not wait
+            raise CompressionError("entropy: a damaged code came, no message is coded like that")
+        return values
+
+    def _frame(self, spec: TensorSpec) -> CodeLayout:
+        """Return the frame of a message of `spec`."""
+        return frame_of(spec.numel, self.options.bits, dithered=self.unbiased)
 
     def _dither(self, ctx: Context) -> int | None:
         """Return the key of the dither, None for none."""
         return ctx.key("dither") if self.unbiased else None
-
-    def _checked(self, values: Tensor, valid: Tensor) -> Tensor:
-        """Return `values`.
-
-        Raises:
-            CompressionError: they are not `valid`.
-        """
-        if valid.device.type == "cpu" and not valid:  # a GPU's values are nan then: the host does not wait
-            raise CompressionError("entropy: a damaged code came, no message is coded like that")
-        return values
 
     @property
     def unbiased(self) -> bool:
@@ -92,7 +89,7 @@ class EntropyBase(Codec):
 
     def gaussian_error_bound(self, spec: TensorSpec) -> float:
         # at high rates an ideal coder has 1.2 * 2^-rate; tables cost most in small messages
-        frame = self._frame_of(max(spec.numel, 1))
+        frame = frame_of(max(spec.numel, 1), self.options.bits, dithered=self.unbiased)
         rate = 16 * frame.capacity / (frame.numel + 256)
         if self.unbiased:  # at low rates four classes say too little
             return 1.4 / math.sqrt(4**rate - 1) if rate >= 1 else max(1.0, rate**-1.6)
@@ -175,21 +172,9 @@ class SortedContexts(EntropyBase):
     See `kernels.entropy.format`.
     """
 
-    def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
-        spec = TensorSpec.of(x)
+    def _frame(self, spec: TensorSpec) -> CodeLayout:
         units = self._units(spec)
-        if units is None:
-            return super().encode(x, ctx)
-        frame, backend = self._frame(spec, units), kernels(x.device)
-        return (backend.encode_sorted(x.detach().reshape(-1), frame, units, self._dither(ctx)),)
-
-    def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
-        units = self._units(spec)
-        if units is None:
-            return super().decode(parts, spec, ctx)
-        frame, words = self._frame(spec, units), parts[0]
-        decode = kernels(words.device).decode_sorted
-        return self._checked(*decode(words, frame, units, spec.dtype, self._dither(ctx))).view(spec.shape)
+        return frame_of(spec.numel, self.options.bits, dithered=self.unbiased, units=units)
 
     def _units(self, spec: TensorSpec) -> SortedBlocks | None:
         """Return the units of a tensor of `spec`, None if their classes would take too many of its words."""
@@ -203,9 +188,6 @@ class SortedContexts(EntropyBase):
             count, size = spec.numel // RUN, RUN
         few = spec.numel < MIN_SORTED_NUMEL or size < MIN_UNIT or count < CLASSES
         return None if few else SortedBlocks(count, size, columns)
-
-    def _frame(self, spec: TensorSpec, units: SortedBlocks) -> CodeLayout:
-        return self._frame_of(spec.numel, units.cuts, units.words)
 
 
 class EigenbasisEntropy(EntropyBase, Stateful, ObservesWarmup, HardwareDependentDecode):
@@ -246,7 +228,7 @@ class EigenbasisEntropy(EntropyBase, Stateful, ObservesWarmup, HardwareDependent
         n, h = matrix_shape(x.shape)
         rows = x.detach().reshape(n, h).float().contiguous()  # the last bits of a product depend on the order
         coefficients = self._basis(h, ctx, x.device).T @ saturate(rows, LARGEST_FACTOR).T
-        frame = self._frame(n, h)
+        frame = self._frame_of_rows(n, h)
         words = kernels(x.device).encode_entropy(coefficients.reshape(-1), frame, self._dither(ctx))
         if self._accumulates(h, ctx):
             self._decode_coefficients(words, n, h, ctx)  # accumulates what the other side will
@@ -261,7 +243,7 @@ class EigenbasisEntropy(EntropyBase, Stateful, ObservesWarmup, HardwareDependent
 
     def _decode_coefficients(self, words: Tensor, n: int, h: int, ctx: Context) -> Tensor:
         """Return the coefficients of n rows, fp32 [h, n], by falling variance."""
-        coefficients = self._decode_words(words, self._frame(n, h), torch.float32, ctx).view(h, n)
+        coefficients = self._decode_words(words, self._frame_of_rows(n, h), torch.float32, ctx).view(h, n)
         if self._accumulates(h, ctx):
             eigenbasis.accumulate(coefficients.T, self._period_key(h, ctx), ctx)
         return coefficients
@@ -301,10 +283,10 @@ class EigenbasisEntropy(EntropyBase, Stateful, ObservesWarmup, HardwareDependent
         period = self._period(h, ctx)
         return (ctx.step - period.start) % max(1, period.length // 16) == 0
 
-    def _frame(self, n: int, h: int) -> CodeLayout:
+    def _frame_of_rows(self, n: int, h: int) -> CodeLayout:
         halves = itertools.takewhile(bool, (h >> octave for octave in itertools.count(1)))
         cuts = dict.fromkeys(cut for half in halves for cut in (half, half + half // 2) if cut < h)
-        return self._frame_of(n * h, tuple(n * cut for cut in cuts))
+        return frame_of(n * h, self.options.bits, tuple(n * cut for cut in cuts), self.unbiased)
 
 
 class _Period:

@@ -10,12 +10,7 @@ from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.entropy import cpu
 from ds_compress.kernels.entropy.format import LARGEST_Q, RUN, SortedBlocks, frame_of
-from ds_compress.kernels.entropy.reference import (
-    decode_entropy,
-    decode_sorted,
-    encode_entropy,
-    encode_sorted,
-)
+from ds_compress.kernels.entropy.reference import decode_entropy, encode_entropy
 from tests.support.codecs import Pair, assert_same_bits
 from tests.support.kernels import EACH_TARGET, compiled_for, remembered
 
@@ -163,9 +158,7 @@ def test_backends_give_the_same_bits(target, bits, monkeypatch):
         compare_backends(bits)
 
 
-encode, decode, encode_units, decode_units = map(
-    remembered, (encode_entropy, decode_entropy, encode_sorted, decode_sorted)
-)
+encode, decode = map(remembered, (encode_entropy, decode_entropy))
 """For the other instruction sets."""
 
 
@@ -188,12 +181,12 @@ def compare_backends(bits):
     for units in (SortedBlocks(400, RUN, False), SortedBlocks(300, 41, True), SortedBlocks(97, 260, True)):
         n = units.count * units.size + (0 if units.columns else 17)
         x = torch.randn(n, generator=generator) * torch.exp2(2 * torch.randn(n, generator=generator))
-        frame = frame_of(n, bits, units.cuts, units.words, True)
+        frame = frame_of(n, bits, dithered=True, units=units)
         for values in (x, x.bfloat16()):
-            words = encode_units(values, frame, units, 99)
-            assert torch.equal(cpu.encode_sorted(values, frame, units, 99), words)
-            ours = cpu.decode_sorted(words, frame, units, values.dtype, 99)
-            assert_same_bits(ours, decode_units(words, frame, units, values.dtype, 99))
+            words = encode(values, frame, 99)
+            assert torch.equal(cpu.encode_entropy(values, frame, 99), words)
+            ours = cpu.decode_entropy(words, frame, values.dtype, 99)
+            assert_same_bits(ours, decode(words, frame, values.dtype, 99))
 
 
 def test_zeros_arrive_as_zeros():

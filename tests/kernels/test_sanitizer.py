@@ -140,9 +140,9 @@ def damaged_codes() -> int:
             SortedBlocks(101, 693, True),
         ):
             n = units.count * units.size + (0 if units.columns else 70_011 % RUN)
-            frame = frame_of(n, bits, units.cuts, taken=units.words)
-            code = cpu.encode_sorted(x[:n], frame, units)
-            count += damaged_code(frame, code, lambda code: cpu.decode_sorted(code, frame, units, dtype))
+            frame = frame_of(n, bits, units=units)
+            code = cpu.encode_entropy(x[:n], frame)
+            count += damaged_code(frame, code, lambda code: cpu.decode_entropy(code, frame, dtype))
     return count
 
 

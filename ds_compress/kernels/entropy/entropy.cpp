@@ -13,34 +13,6 @@ namespace {
 template <class Pointer>
 using Value = std::remove_const_t<std::remove_pointer_t<Pointer>>;
 
-// What a message without dither is coded by, and what else one with it needs.
-struct Encoding {
-    Frame frame;
-    Tables tables;
-    uint16_t* keys;
-    uint32_t* space;
-    uint16_t *scratch, *words;
-};
-
-struct Dithering {
-    Draws draws;
-    bool is_sampled;
-    int64_t spare;
-    DitherTables tables;
-    Sums* sums;
-};
-
-template <class Values>
-void encode(const Values& values, const Encoding& by) {
-    encode_tensor(values, by.frame, by.tables, by.keys, by.space, by.scratch, by.words);
-}
-
-template <class Values>
-void encode(const Values& values, uint32_t largest, const Encoding& by, const Dithering& with) {
-    encode_dithered(values, largest, by.frame, by.tables, with.tables, with.draws, with.is_sampled, with.spare, with.sums,
-                    by.keys, by.space, by.scratch, by.words);
-}
-
 // The values of `x` in the order of units, whose classes this finds.
 template <class In>
 InBlockOrder<In> in_block_order(const In* x, int64_t numel, SortedBlocks units, int32_t* order, uint32_t* space,
@@ -53,89 +25,55 @@ InBlockOrder<In> in_block_order(const In* x, int64_t numel, SortedBlocks units, 
 
 }  // namespace
 
-// The arguments of exported functions, which cpu.py declares. ends [contexts], keys [numel], q [numel],
-// space [2 * KEYS * COPIES + contexts * (4 * KEYS + 2)], scratch [AT_ONCE, length], classes [count / PER_WORD],
-// order [2, count], kept [numel]; `rest` values follow those of the `count` units.
+// What both functions take; cpu.py declares it. ends [contexts]; `rest` values follow those of the `count` units, 0 if values
+// are not sorted.
 #define FRAME_PARAMETERS                                                                                             \
     int64_t numel, int64_t size, int64_t lanes, int64_t length, int64_t blocks, int64_t contexts, int64_t per_context,  \
-        const int64_t* ends
+        const int64_t *ends, int64_t count, int64_t rest, int64_t columns
 #define FRAME Frame{numel, size, lanes, length, blocks, contexts, per_context, ends}
-#define ENCODE_PARAMETERS                                                                                            \
-    const void* x, int64_t bf16, FRAME_PARAMETERS, const int32_t* first, const int64_t* units, const int32_t* cost,  \
-        uint16_t* keys, uint32_t* space, uint16_t* scratch, uint16_t* words
-#define ENCODING Encoding{FRAME, Tables{first, units, cost}, keys, space, scratch, words}
-#define DECODE_PARAMETERS const uint16_t* words, FRAME_PARAMETERS, const float* steps, int8_t* q, void* y, int64_t bf16
-#define DITHER_PARAMETERS int64_t dither_first, int64_t dither_second
-#define DRAWS Draws(dither_first, dither_second)
-#define DITHERING_PARAMETERS                                                                                         \
-    DITHER_PARAMETERS, int64_t is_sampled, int64_t spare, const int32_t* quarter, const float* inverse, int64_t* sums
-#define DITHERING Dithering{DRAWS, is_sampled != 0, spare, DitherTables{quarter, inverse}, reinterpret_cast<Sums*>(sums)}
-#define SORTED_PARAMETERS int64_t count, int64_t rest, int64_t columns, int32_t* order
 #define UNITS SortedBlocks{count, (numel - rest) / count, columns != 0}
 
 extern "C" {
 
-void encode_entropy(ENCODE_PARAMETERS) {
-    with_type(x, bf16, [&](auto* values) { encode(InTensorOrder<Value<decltype(values)>>{values, numel}, ENCODING); });
-}
-
-int64_t decode_entropy(DECODE_PARAMETERS) {
-    return with_type(y, bf16, [&](auto* values) {
-        return decode_tensor(words, FRAME, steps, q, TensorOrder<Value<decltype(values)>>{values});
-    });
-}
-
-void encode_dithered_entropy(ENCODE_PARAMETERS, DITHERING_PARAMETERS) {
+// keys [numel], space [2 * KEYS * COPIES + contexts * (4 * KEYS + 2)], scratch [AT_ONCE, length], order [2, count],
+// classes [count / PER_WORD].
+void encode_entropy(const void* x, int64_t bf16, FRAME_PARAMETERS, int64_t is_sampled, int64_t spare, const int32_t* first,
+                    const int64_t* units, const int32_t* cost, const int32_t* quarter, const float* inverse,
+                    int64_t dithered, int64_t dither_first, int64_t dither_second, uint16_t* keys, uint32_t* space,
+                    uint16_t* scratch, int64_t* sums, int32_t* order, uint16_t* words, uint16_t* classes) {
+    const Frame frame = FRAME;
+    const Tables tables = {first, units, cost};
+    const auto encode = [&](const auto& in_order) {
+        if (!dithered) return encode_tensor(in_order, frame, tables, keys, space, scratch, words);
+        encode_dithered(in_order, in_order.largest(), frame, tables, DitherTables{quarter, inverse},
+                        Draws(dither_first, dither_second), is_sampled != 0, spare, reinterpret_cast<Sums*>(sums), keys,
+                        space, scratch, words);
+    };
     with_type(x, bf16, [&](auto* values) {
-        const InTensorOrder<Value<decltype(values)>> in_order{values, numel};
-        encode(in_order, in_order.largest(), ENCODING, DITHERING);
+        if (count) encode(in_block_order(values, numel, UNITS, order, space, classes));
+        else encode(InTensorOrder<Value<decltype(values)>>{values, numel});
     });
 }
 
-int64_t decode_dithered_entropy(DECODE_PARAMETERS, DITHER_PARAMETERS) {
-    return with_type(y, bf16, [&](auto* values) {
-        return decode_dithered(words, FRAME, steps, DRAWS, q, TensorOrder<Value<decltype(values)>>{values});
-    });
-}
-
-void encode_sorted(ENCODE_PARAMETERS, SORTED_PARAMETERS, uint16_t* classes) {
-    with_type(x, bf16, [&](auto* values) {
-        encode(in_block_order(values, numel, UNITS, order, space, classes), ENCODING);
-    });
-}
-
-int64_t decode_sorted(DECODE_PARAMETERS, SORTED_PARAMETERS, const uint16_t* classes) {
-    return with_type(y, bf16, [&](auto* values) {
-        const BlockOrder<Value<decltype(values)>> to{values, UNITS, Order(classes, count, order)};
-        return decode_tensor(words, FRAME, steps, q, to);
-    });
-}
-
-void encode_dithered_sorted(ENCODE_PARAMETERS, DITHERING_PARAMETERS, SORTED_PARAMETERS, uint16_t* classes) {
-    with_type(x, bf16, [&](auto* values) {
-        const auto in_order = in_block_order(values, numel, UNITS, order, space, classes);
-        encode(in_order, in_order.largest(), ENCODING, DITHERING);
-    });
-}
-
-int64_t decode_dithered_sorted(DECODE_PARAMETERS, DITHER_PARAMETERS, SORTED_PARAMETERS, uint16_t* kept,
-                               const uint16_t* classes) {
+// q [numel], kept [numel]. Returns whether the words are a possible code.
+int64_t decode_entropy(void* y, int64_t bf16, FRAME_PARAMETERS, const float* steps, int64_t dithered, int64_t dither_first,
+                       int64_t dither_second, int8_t* q, uint16_t* kept, int32_t* order, const uint16_t* words,
+                       const uint16_t* classes) {
+    const Frame frame = FRAME;
+    const Draws draws(dither_first, dither_second);
+    const auto decode = [&](const auto& to) -> bool {
+        return dithered ? decode_dithered(words, frame, steps, draws, q, to) : decode_tensor(words, frame, steps, q, to);
+    };
     return with_type(y, bf16, [&](auto* values) -> bool {
         typedef Value<decltype(values)> Out;
+        if (!count) return decode(TensorOrder<Out>{values});
         const Order its_order(classes, count, order);
-        if (columns)
-            return decode_dithered(words, FRAME, steps, DRAWS, q, KeptColumns<Out>{values, UNITS, its_order, numel, kept});
-        return decode_dithered(words, FRAME, steps, DRAWS, q, BlockOrder<Out>{values, UNITS, its_order});
+        if (!dithered || !columns) return decode(BlockOrder<Out>{values, UNITS, its_order});
+        return decode_dithered(words, frame, steps, draws, q, KeptColumns<Out>{values, UNITS, its_order, numel, kept});
     });
 }
 
 EXPORT(encode_entropy)
 EXPORT(decode_entropy)
-EXPORT(encode_dithered_entropy)
-EXPORT(decode_dithered_entropy)
-EXPORT(encode_sorted)
-EXPORT(decode_sorted)
-EXPORT(encode_dithered_sorted)
-EXPORT(decode_dithered_sorted)
 
 }  // extern "C"

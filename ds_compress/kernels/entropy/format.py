@@ -119,6 +119,42 @@ _CONTEXT = 256  # words for each context, of which its table takes some
 _TINY = 64
 
 
+PER_WORD = 16 // CLASS_BITS
+"""Classes of units in a word."""
+
+RUN = 64
+"""Values of a unit that is a run."""
+
+
+@dataclass(frozen=True)
+class SortedBlocks:
+    """How a tensor is cut into units."""
+
+    count: int
+    """At least CLASSES."""
+
+    size: int
+    """Values of each; RUN if they are runs."""
+
+    columns: bool
+    """Whether the values of a unit lie `count` apart; otherwise they are consecutive."""
+
+    @property
+    def numel(self) -> int:
+        """Values of all units."""
+        return self.count * self.size
+
+    @property
+    def words(self) -> int:
+        """Words that the classes take."""
+        return -(-self.count // PER_WORD)
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The values at which classes begin, except for the first one; see `CodeLayout`."""
+        return tuple(-(-self.count * number // CLASSES) * self.size for number in range(1, CLASSES))
+
+
 @dataclass(frozen=True)
 class CodeLayout:
     """Positions of the parts of an encoded tensor; they follow from its values and words."""
@@ -130,6 +166,14 @@ class CodeLayout:
     ones are left out."""
 
     dithered: bool = False
+
+    units: SortedBlocks | None = None
+    """What the values are sorted by, if they are; the words of its classes follow those of the code."""
+
+    @property
+    def all_words(self) -> int:
+        """Words of the code and of the classes of its units."""
+        return self.words + (self.units.words if self.units else 0)
 
     @cached_property
     def lanes(self) -> int:
@@ -189,7 +233,11 @@ class CodeLayout:
 
 @lru_cache(maxsize=1024)
 def frame_of(
-    numel: int, bits: float, cuts: tuple[int, ...] = (), taken: int = 0, dithered: bool = False
+    numel: int,
+    bits: float,
+    cuts: tuple[int, ...] = (),
+    dithered: bool = False,
+    units: SortedBlocks | None = None,
 ) -> CodeLayout:
     """Return the frame of a tensor; few values have 2 bytes each and 32 for all.
 
@@ -197,9 +245,12 @@ def frame_of(
         numel: above 0.
         bits: of each value, at least 0.1.
         cuts: see `CodeLayout`; each is below `numel`.
-        taken: words to leave free.
+        units: see `CodeLayout`; contexts begin where their classes do, and `cuts` are not used.
     """
-    return CodeLayout(numel, max(min(numel, _TINY) + 16, int(numel * bits / 16)) - taken, cuts, dithered)
+    words = max(min(numel, _TINY) + 16, int(numel * bits / 16))
+    if units is None:
+        return CodeLayout(numel, words, cuts, dithered)
+    return CodeLayout(numel, words - units.words, units.cuts, dithered, units)
 
 
 @dataclass(frozen=True)
@@ -285,34 +336,3 @@ def _cost(frequency: int) -> int:
         digits = 2 * digits + (rest >> 65)
         rest >>= rest >> 65
     return (SCALE_BITS << COST_BITS) - digits
-
-
-PER_WORD = 16 // CLASS_BITS
-"""Classes of units in a word."""
-
-RUN = 64
-"""Values of a unit that is a run."""
-
-
-@dataclass(frozen=True)
-class SortedBlocks:
-    """How a tensor is cut into units."""
-
-    count: int
-    """At least CLASSES."""
-
-    size: int
-    """Values of each; RUN if they are runs."""
-
-    columns: bool
-    """Whether the values of a unit lie `count` apart; otherwise they are consecutive."""
-
-    @property
-    def words(self) -> int:
-        """Words that the classes take."""
-        return -(-self.count // PER_WORD)
-
-    @property
-    def cuts(self) -> tuple[int, ...]:
-        """The values at which classes begin, except for the first one; see `CodeLayout`."""
-        return tuple(-(-self.count * number // CLASSES) * self.size for number in range(1, CLASSES))

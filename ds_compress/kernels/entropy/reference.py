@@ -3,8 +3,6 @@
 Everything is a tensor, so that the host does not wait for a GPU.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -38,46 +36,67 @@ from ds_compress.kernels.entropy.format import (
 from ds_compress.kernels.entropy.rans import Coder, rans_decode, rans_encode
 from ds_compress.kernels.entropy.words import read_words, write_words
 
-__all__ = ["decode_entropy", "decode_sorted", "encode_entropy", "encode_sorted"]
-
-_CODER = Coder(rans_encode, rans_decode)
+__all__ = ["decode_entropy", "encode_entropy"]
 
 
-def encode_entropy(x: Tensor, frame: CodeLayout, dither: int | None = None) -> Tensor:
-    """Return the words, int16 [frame.words], of `x`, [frame.numel] of any float dtype.
+class EntropyCoding:
+    """Entropy coding with the rANS coder of a backend."""
 
-    Args:
-        dither: 64 bits, the key of the dither, if `frame` is dithered.
-    """
-    return encode_with(_CODER, x, frame, dither)
+    def __init__(self, coder: Coder):
+        self._coder = coder
 
+    def encode_entropy(self, x: Tensor, frame: CodeLayout, dither: int | None = None) -> Tensor:
+        """Return the words, int16 [frame.all_words], of `x`, [frame.numel] of any float dtype.
 
-def decode_entropy(
-    words: Tensor, frame: CodeLayout, dtype: torch.dtype, dither: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """Decode `words`.
+        Args:
+            dither: 64 bits, the key of the dither, if `frame` is dithered.
+        """
+        if frame.units is not None:
+            classes = _classes_of(x, frame.units)
+            x = _sorted(x, frame.units, classes)
+        bits = x.float().view(torch.int32)
+        exponent = exponent_of(bits)
+        if dither is None:
+            words = _encode_nearest(self._coder, bits, exponent, frame)
+        else:
+            words = encode_dithered(self._coder, bits, exponent, frame, dither)
+        overflow = torch.zeros_like(words)
+        overflow[frame.head] = NOT_FINITE
+        words = torch.where(exponent == NOT_FINITE, overflow, words)
+        return words if frame.units is None else torch.cat([words, _packed(classes)])
 
-    Args:
-        dither: see `encode_entropy`.
+    def decode_entropy(
+        self, words: Tensor, frame: CodeLayout, dtype: torch.dtype, dither: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Decode `words`.
 
-    Returns:
-        The values, [frame.numel] of `dtype`; and whether `words` are a possible code, a bool of one element.
-        If not, all values are nan.
-    """
-    return decode_with(_CODER, words, frame, dtype, dither)
+        Args:
+            dither: see `encode_entropy`.
 
-
-def encode_with(coder: Coder, x: Tensor, frame: CodeLayout, dither: int | None) -> Tensor:
-    """Encode like `encode_entropy`, with the entropy coder of a backend."""
-    bits = x.float().view(torch.int32)
-    exponent = exponent_of(bits)
-    if dither is None:
-        words = _encode_nearest(coder, bits, exponent, frame)
-    else:
-        words = encode_dithered(coder, bits, exponent, frame, dither)
-    overflow = torch.zeros_like(words)
-    overflow[frame.head] = NOT_FINITE
-    return torch.where(exponent == NOT_FINITE, overflow, words)
+        Returns:
+            The values, [frame.numel] of `dtype`; and whether `words` are a possible code, a bool of one
+            element. If not, all values are nan. Any classes are a possible order of the units.
+        """
+        words, classes = words.split([frame.words, frame.all_words - frame.words])
+        if dither is None:
+            read = read_words(self._coder, words, frame)
+            key = read.escapes & 0x7FFF
+            valid = read.valid & ((key < KEYS) & (key > 0) | ~read.escaped).all()
+            value = torch.where(
+                read.escaped,
+                _middle(key, read.escapes >> 15),
+                _values(read.q, read.step, read.shift).flatten()[read.numbers],
+            )
+        else:
+            read, value, valid = decode_dithered(self._coder, words, frame, dither)
+        finite = read.exponent != NOT_FINITE
+        value = value * (read.exponent.clamp(1, NOT_FINITE - 1).int() << 23).view(torch.float32)
+        if dtype == torch.float16:
+            value = value.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
+        value = torch.where(valid & finite, value, torch.nan).to(dtype)
+        if frame.units is not None:
+            value = _placed(value, frame.units, _unpacked(classes, frame.units.count))
+        return value, valid | ~finite
 
 
 def _encode_nearest(coder: Coder, bits: Tensor, exponent: Tensor, frame: CodeLayout) -> Tensor:
@@ -94,28 +113,6 @@ def _encode_nearest(coder: Coder, bits: Tensor, exponent: Tensor, frame: CodeLay
     if not (bits.device.type == "cpu" and fits):  # the host of a GPU does not ask
         words = torch.where(fits, words, write(sure=True)[0])
     return words
-
-
-def decode_with(
-    coder: Coder, words: Tensor, frame: CodeLayout, dtype: torch.dtype, dither: int | None
-) -> tuple[Tensor, Tensor]:
-    """Decode like `decode_entropy`, with the entropy coder of a backend."""
-    if dither is None:
-        read = read_words(coder, words, frame)
-        key = read.escapes & 0x7FFF
-        valid = read.valid & ((key < KEYS) & (key > 0) | ~read.escaped).all()
-        value = torch.where(
-            read.escaped,
-            _middle(key, read.escapes >> 15),
-            _values(read.q, read.step, read.shift).flatten()[read.numbers],
-        )
-    else:
-        read, value, valid = decode_dithered(coder, words, frame, dither)
-    finite = read.exponent != NOT_FINITE
-    value = value * (read.exponent.clamp(1, NOT_FINITE - 1).int() << 23).view(torch.float32)
-    if dtype == torch.float16:
-        value = value.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
-    return torch.where(valid & finite, value, torch.nan).to(dtype), valid | ~finite
 
 
 def _symbol_of(chosen: CodePlan) -> Tensor:
@@ -144,50 +141,34 @@ def _values(q: Tensor, step: Tensor, shift: Tensor) -> Tensor:
     return size * q.sign()
 
 
-def encode_sorted(x: Tensor, frame: CodeLayout, units: SortedBlocks, dither: int | None = None) -> Tensor:
-    """Return the words, int16 [frame.words + units.words], of `x`, [frame.numel] of any float dtype."""
-    return encode_sorted_with(encode_entropy, x, frame, units, dither)
-
-
-def decode_sorted(
-    words: Tensor, frame: CodeLayout, units: SortedBlocks, dtype: torch.dtype, dither: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """See `decode_entropy`; any classes are a possible order of the units."""
-    return decode_sorted_with(decode_entropy, words, frame, units, dtype, dither)
-
-
-def encode_sorted_with(
-    encode: Callable[..., Tensor], x: Tensor, frame: CodeLayout, units: SortedBlocks, dither: int | None
-) -> Tensor:
-    """Encode like `encode_sorted`, with the `encode_entropy` of a backend."""
-    whole, rest = x.split([units.count * units.size, frame.numel - units.count * units.size])
-    values = whole.view(units.size, units.count).T if units.columns else whole.view(units.count, units.size)
-    largest = values.abs().amax(1).float()  # exact, in whatever order they are compared
+def _classes_of(x: Tensor, units: SortedBlocks) -> Tensor:
+    """Return the class of each unit of `x`, int64 [units]."""
+    largest = _as_units(x[: units.numel], units).abs().amax(1).float()  # exact, in whatever order
     largest = torch.where(largest.isnan(), torch.inf, largest)
     rank = (largest.view(torch.int32) >> 16).short().argsort(descending=True, stable=True)
     number = torch.arange(units.count, dtype=torch.int64, device=x.device)
-    classes = torch.empty_like(rank).scatter_(0, rank, number * CLASSES // units.count)
-    code = encode(torch.cat([values[_order(classes)].reshape(-1), rest]), frame, dither)
-    return torch.cat([code, _packed(classes)])
+    return torch.empty_like(rank).scatter_(0, rank, number * CLASSES // units.count)
 
 
-def decode_sorted_with(
-    decode: Callable[..., tuple[Tensor, Tensor]],
-    words: Tensor,
-    frame: CodeLayout,
-    units: SortedBlocks,
-    dtype: torch.dtype,
-    dither: int | None,
-) -> tuple[Tensor, Tensor]:
-    """Decode sorted blocks with `decode`, the `decode_entropy` of a backend."""
-    values, valid = decode(words[: frame.words], frame, dtype, dither)
-    order = _order(_unpacked(words[frame.words :], units.count))
-    whole, rest = values.split([units.count * units.size, frame.numel - units.count * units.size])
-    placed = torch.empty_like(whole.view(units.count, units.size))
-    placed.index_copy_(0, order, whole.view(units.count, units.size))
+def _sorted(x: Tensor, units: SortedBlocks, classes: Tensor) -> Tensor:
+    """Return the values of `x` in the order of their units."""
+    whole = _as_units(x[: units.numel], units)[_order(classes)]
+    return torch.cat([whole.reshape(-1), x[units.numel :]])
+
+
+def _placed(values: Tensor, units: SortedBlocks, classes: Tensor) -> Tensor:
+    """Invert `_sorted`."""
+    placed = values.clone()
+    whole = values[: units.numel].view(units.count, units.size)
+    _as_units(placed[: units.numel], units)[_order(classes)] = whole
+    return placed
+
+
+def _as_units(values: Tensor, units: SortedBlocks) -> Tensor:
+    """Return a view of all units, [count, size]."""
     if units.columns:
-        placed = placed.T
-    return torch.cat([placed.reshape(-1), rest]), valid
+        return values.view(units.size, units.count).T
+    return values.view(units.count, units.size)
 
 
 def _order(classes: Tensor) -> Tensor:
@@ -208,3 +189,7 @@ def _unpacked(words: Tensor, units: int) -> Tensor:
 
 def _shifts(device: torch.device) -> Tensor:
     return torch.arange(0, 16, CLASS_BITS, dtype=torch.int32, device=device)
+
+
+_coding = EntropyCoding(Coder(rans_encode, rans_decode))
+encode_entropy, decode_entropy = _coding.encode_entropy, _coding.decode_entropy

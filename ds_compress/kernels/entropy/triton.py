@@ -9,36 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ds_compress.kernels.entropy.format import SCALE_BITS, START, CodeLayout, SortedBlocks
+from ds_compress.kernels.entropy.format import SCALE_BITS, START, CodeLayout
 from ds_compress.kernels.entropy.rans import Coded, Coder, contexts_of, slots
-from ds_compress.kernels.entropy.reference import (
-    decode_sorted_with,
-    decode_with,
-    encode_sorted_with,
-    encode_with,
-)
+from ds_compress.kernels.entropy.reference import EntropyCoding
 
-__all__ = ["decode_entropy", "decode_sorted", "encode_entropy", "encode_sorted"]
-
-
-def encode_entropy(x: Tensor, frame: CodeLayout, dither: int | None = None) -> Tensor:
-    return encode_with(_CODER, x, frame, dither)
-
-
-def decode_entropy(
-    words: Tensor, frame: CodeLayout, dtype: torch.dtype, dither: int | None = None
-) -> tuple[Tensor, Tensor]:
-    return decode_with(_CODER, words, frame, dtype, dither)
-
-
-def encode_sorted(x: Tensor, frame: CodeLayout, units: SortedBlocks, dither: int | None = None) -> Tensor:
-    return encode_sorted_with(encode_entropy, x, frame, units, dither)
-
-
-def decode_sorted(
-    words: Tensor, frame: CodeLayout, units: SortedBlocks, dtype: torch.dtype, dither: int | None = None
-) -> tuple[Tensor, Tensor]:
-    return decode_sorted_with(decode_entropy, words, frame, units, dtype, dither)
+__all__ = ["decode_entropy", "encode_entropy"]
 
 
 def rans_encode(symbols: Tensor, frequencies: Tensor, frame: CodeLayout) -> Coded:
@@ -102,7 +77,8 @@ def rans_decode(
     return symbols, left, ends
 
 
-_CODER = Coder(rans_encode, rans_decode)
+_coding = EntropyCoding(Coder(rans_encode, rans_decode))
+encode_entropy, decode_entropy = _coding.encode_entropy, _coding.decode_entropy
 
 
 @triton.jit(do_not_specialize=["numel", "steps"])

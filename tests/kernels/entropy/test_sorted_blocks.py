@@ -1,6 +1,7 @@
 """Entropy coding of sorted blocks: the format read by a program of its own, and C++ against the reference."""
 
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from tests.support.kernels import EACH_TARGET, compiled_for, remembered
 
 
 def framed(n, bits, units):
-    return frame_of(n, bits, units.cuts, taken=units.words)
+    return frame_of(n, bits, units=units)
 
 
 def sized(n, units, seed, spread=3.0):
@@ -48,8 +49,8 @@ def test_the_book_finds_every_value(count, size, columns, rest, seed):
     units = SortedBlocks(count, size if columns else RUN, columns)
     n = units.count * units.size + rest
     x, frame = sized(n, units, seed), framed(n, 6, units)
-    words = reference.encode_sorted(x, frame, units)
-    assert len(words) == frame.words + units.words
+    words = reference.encode_entropy(x, frame)
+    assert len(words) == frame.all_words == frame.words + units.words
     packed = [int(word) & 0xFFFF for word in words[frame.words :]]
     classes = np.array([packed[unit // 8] >> unit % 8 * 2 & 3 for unit in range(count)])
     assert np.bincount(classes, minlength=CLASSES).tolist() == [
@@ -60,10 +61,10 @@ def test_the_book_finds_every_value(count, size, columns, rest, seed):
         assert largest[classes == its].max() <= largest[classes == its - 1].min() * (1 + 2**-7)
     order = [unit for its in range(CLASSES) for unit in np.flatnonzero(classes == its)]
     places = np.concatenate([numbers_of(units)[order].reshape(-1), np.arange(n - rest, n)])
-    plain, valid = reference.decode_entropy(words[: frame.words], frame, torch.float32)
+    plain, valid = reference.decode_entropy(words[: frame.words], replace(frame, units=None), torch.float32)
     expected = torch.empty(n)
     expected[torch.from_numpy(places)] = plain
-    values, also_valid = reference.decode_sorted(words, frame, units, torch.float32)
+    values, also_valid = reference.decode_entropy(words, frame, torch.float32)
     assert valid and also_valid and torch.equal(values, expected)
 
 
@@ -74,7 +75,7 @@ SHAPES = [
 ]
 
 
-encode, decode = map(remembered, (reference.encode_sorted, reference.decode_sorted))
+encode, decode = map(remembered, (reference.encode_entropy, reference.decode_entropy))
 """With the blocks of the test below."""
 
 
@@ -95,14 +96,14 @@ def test_cpp_equals_the_reference(target, dtype, monkeypatch):
                 x, frame = sized(n, units, seed).to(dtype), framed(n, bits, units)
                 if special is not None:
                     x[[7, n // 2]] = special
-                words = cpu.encode_sorted(x, frame, units)
-                assert torch.equal(words, encode(x, frame, units))
+                words = cpu.encode_entropy(x, frame)
+                assert torch.equal(words, encode(x, frame))
                 for damage in range(3 if special is None else 1):
                     came = words.clone()
                     if damage:
                         place = rng.integers(*((0, frame.words), (frame.words, len(words)))[damage % 2])
                         came[place] ^= int(rng.integers(1, 1 << 14))
-                    ours, theirs = (f(came, frame, units, dtype) for f in (cpu.decode_sorted, decode))
+                    ours, theirs = (f(came, frame, dtype) for f in (cpu.decode_entropy, decode))
                     assert_same_bits(ours, theirs)
                     assert ours[1] or damage == 2
         assert frame.lanes == 32 and frame.blocks > 4 and frame.contexts == CLASSES
@@ -118,5 +119,5 @@ def test_inf_and_nan_are_of_one_size(columns):
     for special in (torch.inf, -torch.inf, torch.nan, -torch.nan):
         wild = x.clone()
         wild[[5, 1000]] = special
-        codes.append(cpu.encode_sorted(wild, frame, units))
+        codes.append(cpu.encode_entropy(wild, frame))
     assert all(torch.equal(code, codes[0]) for code in codes)

@@ -49,11 +49,11 @@ def test_sorted_units_equal_the_reference(units, dither):
     n = 1296
     x = torch.randn(n, generator=torch.Generator().manual_seed(0)).view(-1, 48)
     x = (x * torch.exp2(torch.arange(48) % 5)).flatten()
-    frame = frame_of(n, 3, units.cuts, units.words, dither is not None)
-    words = reference.encode_sorted(x, frame, units, dither)
-    assert torch.equal(launched(fused.encode_sorted, x, frame, units, dither), words)
-    ours = launched(fused.decode_sorted, words, frame, units, torch.float32, dither)
-    assert_same_bits(ours, reference.decode_sorted(words, frame, units, torch.float32, dither))
+    frame = frame_of(n, 3, dithered=dither is not None, units=units)
+    words = reference.encode_entropy(x, frame, dither)
+    assert torch.equal(launched(fused.encode_entropy, x, frame, dither), words)
+    ours = launched(fused.decode_entropy, words, frame, torch.float32, dither)
+    assert_same_bits(ours, reference.decode_entropy(words, frame, torch.float32, dither))
 
 
 @pytest.mark.parametrize("n, bits", [(3000, 6), (8200, 6)])
