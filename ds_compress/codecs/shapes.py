@@ -101,7 +101,9 @@ def join(groups: Tensor, spec: TensorSpec) -> Tensor:
     if spec.dtype == torch.float16:
         largest = torch.finfo(torch.float16).max
         groups = groups.clamp(-largest, largest)
-    values = groups if groups.numel() == spec.numel else groups.reshape(-1)[: spec.numel]
+    if groups.dtype == spec.dtype and groups.numel() == spec.numel and groups.is_contiguous():
+        return groups.view(spec.shape)  # as most messages
+    values = groups.reshape(-1)[: spec.numel]
     return values.reshape(spec.shape).to(spec.dtype).contiguous()
 
 

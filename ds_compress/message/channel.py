@@ -63,7 +63,8 @@ class Channel:
         config, training = self.boundary.config, message_id.training
         # both sides find the same
         compressed = training or config.eval == "compressed"
-        compressed = compressed and message_id.step >= max(config.warmup_steps, self.boundary.warmup_end)
+        compressed = compressed and message_id.step >= config.warmup_steps
+        compressed = compressed and message_id.step >= self.boundary.warmup_end
         kind = compressed, training, self.uncompressed_tail, self.boundary.dependence
         layout = self._latest.get(kind)
         if layout is not None and len(layout.specs) == len(tensors):

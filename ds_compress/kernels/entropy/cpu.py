@@ -88,7 +88,7 @@ class EntropyPlan:
 
     def __init__(self, frame: CodeLayout, dtype: torch.dtype):
         made, units = tables(torch.device("cpu")), frame.units
-        known = {
+        known: dict[str, Any] = {
             "bf16": dtype == torch.bfloat16,
             "numel": frame.numel,
             "size": frame.words,
