@@ -74,12 +74,13 @@ class State:
 
     def values(self, stored: tuple[Tensor, ...], spec: TensorSpec) -> Tensor:
         """Return the values of `stored`."""
-        return (int8_decode(*stored) if len(stored) == 2 else stored[0]).to(wide(spec.dtype))
+        value = kernels(spec.device).decode_int8(*stored) if len(stored) == 2 else stored[0]
+        return value.to(wide(spec.dtype))
 
     def to_stored(self, value: Tensor, spec: TensorSpec) -> tuple[Tensor, ...]:
         """Return `value` as it is stored."""
         if self.dtype == "int8":
-            return int8_encode(value)
+            return tuple(kernels(value.device).encode_int8(value))
         return (value.to(torch.bfloat16 if self.dtype == "bf16" else wide(spec.dtype)),)
 
     def check(self, memory: Mapping[str, Tensor]) -> None:
@@ -168,14 +169,6 @@ def residuals(memory: Mapping[str, Tensor], direction: str) -> Iterator[Tensor]:
     for key, entry in memory.items():
         if key.startswith(f"{direction}/sender/") and not key.endswith(".scales"):
             buffer = key.removesuffix(".codes")
-            yield entry if key == buffer else int8_decode(entry, memory[f"{buffer}.scales"])
-
-
-def int8_encode(value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int8 codes of value's shape, and an fp32 scale for each group of successive values."""
-    return kernels(value.device).encode_int8(value)
-
-
-def int8_decode(codes: Tensor, scales: Tensor) -> Tensor:
-    """Return the fp32 values of what `int8_encode` returned."""
-    return kernels(codes.device).decode_int8(codes, scales)
+            if key != buffer:
+                entry = kernels(entry.device).decode_int8(entry, memory[f"{buffer}.scales"])
+            yield entry

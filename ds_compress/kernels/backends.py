@@ -145,10 +145,10 @@ def _feedback(backend: Backend, device: torch.device) -> tuple[Tensor, ...]:
 
 def _selection(backend: Backend, device: torch.device) -> tuple[Tensor, ...]:
     x, k = _values(LONG, torch.bfloat16, device), LONG // 10
-    entries, _ = backend.select_largest(x.view(1, -1), k)
+    entries, values = backend.select_largest(x.view(1, -1), k)
     bits = entries if entries.dtype == torch.uint8 else backend.set_bits(entries, LONG)
     kept = backend.gather(x, bits, k)
-    return bits, kept, backend.scatter(kept, bits, (LONG,))
+    return bits, values, kept, backend.scatter(kept, bits, (LONG,))
 
 
 def _bit_strings(backend: Backend, device: torch.device) -> tuple[Tensor, ...]:

@@ -153,10 +153,10 @@ def scatter(values: Tensor, entries: Tensor, shape: tuple[int, ...]) -> Tensor:
     return reference.scatter(values, entries, shape)
 
 
-def select_largest(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """See `reference.select_largest`; as bits, with values."""
+def select_largest(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """See `reference.select_largest`; the entries as bits."""
     if not native.serves(x.numel()):
-        return reference.select_largest(x, k)
+        return reference.select_largest(x, k, values)
     plan = _largest_plan(x.dtype, *x.shape, k)
     packed = torch.empty_like(plan.packed)
     values = torch.empty_like(plan.values) if values is None else values

@@ -152,20 +152,22 @@ def kth_largest(size: Tensor, k: int) -> Tensor:
     return size.topk(k, dim=1, sorted=False).values.amin(1, keepdim=True)
 
 
-def select_largest(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def select_largest(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Select the k entries of each row of `x` [rows, d] with the largest keys; of equal keys the lowest
     index.
 
     Args:
         k: above 0.
-        values: contiguous memory [rows * k] for the kept entries, if the backend makes them.
+        values: contiguous memory [rows * k] for the values of the entries; new memory if None.
 
     Returns:
-        The entries, ascending; and their values if the backend made them.
+        The entries, ascending; and their values.
     """
     # `torch.topk` does not specify which of equal entries it returns: only the k-th value is taken from it
     size = keys(x)
     cut = kth_largest(size, k)
     above, tied = size > cut, size == cut
     tied &= tied.cumsum(1, dtype=torch.int32) <= k - above.count_nonzero(1).unsqueeze(1)
-    return positions((above | tied).flatten(), len(x) * k), None
+    entries = positions((above | tied).flatten(), len(x) * k)
+    kept = x.flatten().index_select(0, entries)
+    return entries, kept if values is None else values.copy_(kept)

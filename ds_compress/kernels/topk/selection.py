@@ -24,7 +24,7 @@ class Selection:
     `reference`)."""
 
     values: Tensor | None = None
-    """[count]: the kept entries, if the kernel that selected them wrote them too; None after `take`."""
+    """[count]: the kept entries, if they were selected by magnitude; None after `take`."""
 
     @classmethod
     def at(cls, indices: Tensor, numel: int) -> "Selection":

@@ -39,9 +39,9 @@ COUNTED = 16  # blocks whose bits one program counts
 SCANNED = 4  # blocks in which one program looks for inf and nan
 
 
-def select_largest(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def select_largest(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
     if x.itemsize > 4 or x.shape[1] > LONGEST_ROW:
-        return reference.select_largest(x, k)
+        return reference.select_largest(x, k, values)
     d = x.shape[1]
     bits, infinity, block = as_integers(x), INFINITY[x.dtype], _block(d)
     stride, high, low = sample_plan(d, k)
