@@ -200,7 +200,7 @@ def test_what_is_logged_by_messages_that_are_left_to_deepspeed():
 
 
 def test_messages_are_not_left_to_deepspeed_where_compression_is_required():
-    block = {**programs.EIGHT_BITS, "enabled": "required", "link": {"timeout_s": 10}}
+    block = {**programs.EIGHT_BITS, "enabled": "required", "link": {"timeout_s": 300}}
     error, _ = run_ranks(2, logged_by, engines.NamedTensors, block, check=False)
     assert '"enabled": "required" in ds_compress asks for compression, but ' + NOT_TENSORS in error
 
