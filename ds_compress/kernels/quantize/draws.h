@@ -31,10 +31,21 @@ public:
         }
     }
 
-    // The upper 8 bits of the draws of a whole vector of bytes, from `value` in that row on, as `narrowed` leaves them.
-    Bytes joined(int64_t row, int64_t value) {
-        const Words words = (Words)load(joined_offsets + value / 4) + (Words)load(joined_factors + value / 4) * seed(row);
+    // The upper 8 bits of the draws of a whole vector of bytes, from `value` on in a row with that seed, as `narrowed` leaves
+    // them.
+    Bytes joined(uint32_t its, int64_t value) const {
+        const Words words = (Words)load(joined_offsets + value / 4) + (Words)load(joined_factors + value / 4) * its;
         return (Bytes)(words ^ words >> 16);
+    }
+
+    // What draws of a row are made from. The seeds of some rows are made together.
+    uint32_t seed(int64_t row) {
+        const uint32_t inside = static_cast<uint32_t>(row) % LANES;
+        if (row - inside != known) {
+            known = row - inside;
+            store((Ints)hashes(static_cast<uint32_t>(ROW + known)), seeds);
+        }
+        return static_cast<uint32_t>(seeds[inside]);
     }
 
     // The upper 8 bits of the draw of one value, by its number in a group that begins with row 0.
@@ -47,35 +58,17 @@ public:
 private:
     static constexpr int WORDS = ROW / 4;
 
-    // Of a number, or a vector of them.
-    template <class Each>
-    Each hashed(Each bits) const {
-        bits ^= first;
+    Words hashes(uint32_t number) const {
+        Words bits;
+        for (int j = 0; j < LANES; ++j) bits[j] = j;
+        bits = (bits + number) ^ first;
         bits = ((bits ^ bits >> 17) * 0xED5AD4BB) ^ second;
         bits = (bits ^ bits >> 11) * 0xAC4C1B51;
         bits = (bits ^ bits >> 15) * 0x31848BAB;
         return bits ^ bits >> 14;
     }
 
-    Words hashes(uint32_t number) const {
-        Words numbers;
-        for (int j = 0; j < LANES; ++j) numbers[j] = j;
-        return hashed(numbers + number);
-    }
-
-    // Those of rows in a row are made for a vector of them.
-    uint32_t seed(int64_t row) {
-        if (static_cast<uint64_t>(row - known) >= LANES) {
-            const bool is_next = row == next;
-            next = row + (is_next ? LANES : 1);
-            if (!is_next) return hashed(static_cast<uint32_t>(ROW + row));
-            store((Ints)hashes(static_cast<uint32_t>(ROW + row)), seeds);
-            known = row;
-        }
-        return static_cast<uint32_t>(seeds[row - known]);
-    }
-
     alignas(64) int32_t offsets[WORDS], factors[WORDS], joined_offsets[WORDS], joined_factors[WORDS], seeds[LANES];
-    int64_t known = -LANES, next = 0;  // the row that `seeds` begin with, and that which would follow the last ones
+    int64_t known = -1;  // the row that `seeds` begin with
     uint32_t first, second;
 };

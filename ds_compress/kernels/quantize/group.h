@@ -31,7 +31,7 @@ inline Format format(int64_t size, int64_t bits, int64_t top, int64_t symmetric,
 // SIZE is that of the group, or 0 where it is known at run time only.
 template <int SIZE>
 struct Group {
-    static constexpr int CAPACITY = SIZE ? SIZE : MAX_GROUP + LANES;
+    static constexpr int CAPACITY = SIZE ? SIZE : MAX_GROUP + LANES, ROWS = (CAPACITY + Draws::ROW - 1) / Draws::ROW;
 
     int64_t size;
     const float* values;  // [size], and room for whole vectors
@@ -39,9 +39,10 @@ struct Group {
     alignas(64) float products[CAPACITY];
     alignas(64) int32_t codes[CAPACITY];  // to be packed
     alignas(64) uint8_t bytes[CAPACITY];  // unpacked codes
-    alignas(64) uint8_t drawn[(CAPACITY + Draws::ROW - 1) / Draws::ROW * Draws::ROW];  // the upper 8 bits of draws
+    alignas(64) uint8_t drawn[ROWS * Draws::ROW];  // the upper 8 bits of draws
     Draws* draws;
     int64_t row;  // of the first draws
+    uint32_t seeds[ROWS];  // of the rows of draws of a group whose size is known
     float lower;  // what the lower bits of draws are, as a part of an upper one
 
     // The values of a group as the grid is to see them. In whole vectors, as they are read again: a vector that was
@@ -104,13 +105,14 @@ struct Group {
     void draw(Draws& its, int64_t number) {
         draws = &its, row = number * (((SIZE ? SIZE : size) + Draws::ROW - 1) / Draws::ROW);
         lower = (draws->lower(row) + 0.5f) / 256;
+        for (int64_t i = 0; SIZE && i < ROWS; ++i) seeds[i] = draws->seed(row + i);
     }
 
     // Makes `drawn`.
     void draw_all() { draws->of_rows(row, SIZE ? SIZE : size, drawn); }
 
     // The upper bits of the draws of four vectors, as `narrowed` leaves them.
-    Bytes drawn_four(int64_t i) const { return draws->joined(row + i / Draws::ROW, i % Draws::ROW); }
+    Bytes drawn_four(int64_t i) const { return draws->joined(seeds[i / Draws::ROW], i % Draws::ROW); }
 
     // Rounds up or down as the sum of a fraction of 8 bits and its draw has a carry, or not.
     Ints drawn_codes(int64_t i, Floats position, float top) const {
@@ -247,12 +249,12 @@ private:
     template <bool DITHERED, int WIDTH, class F>
     INLINED void return_uniform(Grid grid, const uint8_t* packed, const F& work) {
         if constexpr (DITHERED && IN_FOURS<SIZE, WIDTH>) {
-            if (grid.step < 1 / ORDINARY) return return_pieces<DITHERED>(WIDTH, grid, packed, work);
+            if (grid.step < 1 / ORDINARY || !grid.within(ORDINARY)) return return_pieces<DITHERED>(WIDTH, grid, packed, work);
             grid.step /= 256;
             unpack_fours<SIZE, WIDTH>(packed, [&](int i, Bytes four) __attribute__((always_inline)) {
                 Ints fixed[4];
                 join_bytes(~drawn_four(i), four, fixed);
-                for (int k = 0; k < 4; ++k) work(i + k * LANES, LANES, uniform(fixed[k], grid));
+                work(i, {uniform(fixed[0], grid), uniform(fixed[1], grid), uniform(fixed[2], grid), uniform(fixed[3], grid)});
             });
         } else if constexpr (IN_VECTORS<SIZE, WIDTH>) {
             if constexpr (DITHERED) draw_all();
@@ -276,16 +278,14 @@ private:
 
     // The same with the values in `own`, as they are before they are rotated back.
     void pack_and_keep(const Format& format, Grid grid, uint8_t* packed) {
-        const auto keep_own = [this](int64_t i, int64_t, Floats x) { store(x, own + i); };
-        if (!format.levels) return pack_uniform(format.bits, grid, packed, keep_own);
+        if (!format.levels) return pack_uniform(format.bits, grid, packed, Delivery<false, float>{own});
         pack<SIZE>(codes, size, format.bits, packed);
         keep_levels(format, grid);
     }
 
     template <bool DITHERED>
     void keep_values(const Format& format, Grid grid, const uint8_t* packed) {
-        const auto keep_own = [&](int64_t i, int64_t, Floats x) { store(x, own + i); };
-        if (!format.levels) return return_uniform<DITHERED>(format.bits, grid, packed, keep_own);
+        if (!format.levels) return return_uniform<DITHERED>(format.bits, grid, packed, Delivery<false, float>{own});
         unpack<SIZE>(packed, size, format.bits, bytes);
         in_vectors<SIZE>(size, [&](int64_t i, int64_t) { store(::load(bytes + i), codes + i); });
         keep_levels(format, grid);

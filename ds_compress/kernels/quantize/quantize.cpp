@@ -39,9 +39,7 @@ void dequantize(const uint8_t* packed, const void* steps, const void* offsets, D
     group.size = size;
     for (int64_t i = 0; i < n; ++i, packed += size * format.bits / 8, y += size) {
         if (DITHERED) group.draw(*draws, i);
-        const auto deliver = [=](int64_t j, int64_t lanes, Floats x) {
-            store_partial<STREAMS>(x, y + j, lanes);
-        };
+        const Delivery<STREAMS, Out> deliver{y};
         group.template return_values<DITHERED>(format, load_grid(format, steps, offsets, i), packed, deliver);
     }
 }

@@ -58,6 +58,19 @@ inline void store_partial(Floats x, Out* y, int64_t count) {
     else store_partial(x, y, count);
 }
 
+// Puts vectors to their places from `y` on: one, of which so many lanes exist, or four in which no value is nan.
+template <bool STREAMS, class Out>
+struct Delivery {
+    Out* y;
+
+    INLINED void operator()(int64_t place, int64_t lanes, Floats x) const { store_partial<STREAMS>(x, y + place, lanes); }
+
+    INLINED void operator()(int64_t place, const Floats (&x)[4]) const {
+        if constexpr (!STREAMS) return store_numbers(x, y + place);
+        for (int k = 0; k < 4; ++k) store_streamed<STREAMS>(x[k], y + place + k * LANES);
+    }
+};
+
 // Have x [n] brought into the caches, as far as it exists.
 template <class In>
 inline void fetch(const In* x, int64_t n) {

@@ -312,6 +312,17 @@ inline void store(Shorts x, uint16_t* values) {
     std::memcpy(values, &x, sizeof x);
 }
 
+// Four vectors in which no value is nan.
+inline void store_numbers(const Floats (&x)[4], float* values) { std::memcpy(values, x, sizeof x); }
+
+inline void store_numbers(const Floats (&x)[4], uint16_t* values) {
+    Ints upper[4];
+    Shorts joined[2];
+    for (int k = 0; k < 4; ++k) upper[k] = (Ints)((Words)x[k] + 0x7FFF + ((Words)x[k] >> 16 & 1)) >> 16;
+    join_shorts(upper, joined);
+    for (int k = 0; k < 2; ++k) store(joined[k], values + 2 * k * LANES);
+}
+
 inline void store(Bytes x, uint8_t* values) { std::memcpy(values, &x, sizeof x); }
 
 // Four vectors of numbers from 0 to 255.
