@@ -124,9 +124,10 @@ def ideal_bits(step):
     return -torch.trapezoid(torch.special.xlogy(density, density), y).item() / math.log(2) - math.log2(step)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("bits", [1.5, 2, 3, 4])
 def test_packets_are_within_3_percent_of_an_ideal_code(bits):
-    """Head, tables, spare words and what four classes leave out, all included; 1.5 bits are 3.5 % above."""
+    """Head, tables, spare words and what four classes leave out, all included. With more words to
+    spare, 1.5 bits were 3.5 % above."""
     n = 1 << 19
     x = torch.randn(n, generator=torch.Generator().manual_seed(0))
     frame = frame_of(n, bits, dithered=True)

@@ -71,6 +71,8 @@ inline Each fed(Each slot, Each state) {
     return ((slot >> 20) + 1) * (state >> SCALE_BITS) + (slot >> 8 & LOW_BITS);
 }
 
+constexpr uint32_t CLASS_MASK = 256 - (256 >> CLASS_BITS);  // of the upper bits of a draw
+
 // One step of some lanes; words behind the last one are the last one.
 inline void decode_step(const Slots& slots, const uint16_t* code, int64_t last, int64_t lanes, Reader& of) {
     for (int64_t i = 0; i < lanes; ++i) {
@@ -99,7 +101,7 @@ void decode_steps(const Slots& slots, const uint16_t* code, int64_t steps, Reade
                 Words index = state[b][v] & LOW_BITS;
                 if constexpr (CLASSED) {
                     const uint8_t* drawn = blocks[b].drawn + step * MOST_LANES + v * LANES;
-                    index |= (Words)load(drawn) >> (8 - CLASS_BITS) << SCALE_BITS;
+                    index |= ((Words)load(drawn) & CLASS_MASK) << (SCALE_BITS + CLASS_BITS - 8);
                 }
                 const Words slot = look_up(slots, index);
                 Words x = fed(slot, state[b][v]);

@@ -115,13 +115,16 @@ public:
         }
         if (!escapes) return place;
         const uint16_t least = static_cast<uint16_t>(COUNTED - below), reach = static_cast<uint16_t>(above + below);
-        constexpr int64_t SOME = 64;  // most of them have none
+        constexpr int64_t SOME = 256;  // most of them have none
+        const auto has_some = [=](const uint16_t* some) {  // where a class with the least reach would have one
+            uint16_t found = 0;
+            for (int64_t i = 0; i < SOME; ++i) found |= static_cast<uint16_t>((some[i] & (NUMBERS - 1)) - least) > reach;
+            return found;
+        };
         for (int64_t start = frame.begin(context); start < frame.ends[context]; start += SOME) {
             const int64_t end = start + SOME < frame.ends[context] ? start + SOME : frame.ends[context];
-            uint16_t found = 0;  // where a class with the least reach would have one
+            if (end - start == SOME && !has_some(keys + start)) continue;
             for (int64_t i = start; i < end; ++i)
-                found |= static_cast<uint16_t>((keys[i] & (NUMBERS - 1)) - least) > reach;
-            for (int64_t i = start; found && i < end; ++i)
                 if (beyond[keys[i]])
                     *--place = static_cast<uint16_t>(numbers(Floats{} + values.at(i), Words{} + static_cast<uint32_t>(*drawn.of(i, 1)),
                                                              its.inverse[present])[0]);
@@ -339,7 +342,8 @@ public:
             for (; is_ordinary && i + 4 * LANES <= n; i += 4 * LANES) {
                 Ints kept[4];
                 to_be_kept(q + from + i, drawn[b] + from + i, kept);
-                for (int k = 0; k < 4; ++k) store(ordinary_value_of(kept[k]), y + i + k * LANES);
+                store_numbers({ordinary_value_of(kept[0]), ordinary_value_of(kept[1]), ordinary_value_of(kept[2]),
+                               ordinary_value_of(kept[3])}, y + i);
             }
             for (; i + LANES <= n; i += LANES)
                 store(values_of(load_bytes(q + from + i), load(drawn[b] + from + i)), y + i);

@@ -195,4 +195,4 @@ def _first_step(histogram: Tensor, frame: CodeLayout, finest_step: Tensor) -> Te
 
 def spare_words(frame: CodeLayout) -> int:
     """Return the words to keep free: chance can make a code longer than expected."""
-    return math.isqrt(frame.numel) // (2 if frame.is_sampled else 8)
+    return math.isqrt(frame.numel) // (3 if frame.is_sampled else 8)

@@ -354,7 +354,7 @@ void count_contexts(const Frame& frame, bool is_sampled, const uint16_t* keys, u
             if (is_sampled && belongs_to_sample(begin / SAMPLED_RUN + AHEAD)) fetch(begin + AHEAD * SAMPLED_RUN);
             if (!is_sampled || belongs_to_sample(begin / SAMPLED_RUN)) {
                 make(begin, end);
-                count_keys<STRIDE>(keys + begin, end - begin, copies);
+                count_keys<STRIDE>(keys + begin, end - begin, is_sampled, copies);
             }
             begin = end;
         }

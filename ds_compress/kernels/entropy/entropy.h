@@ -63,10 +63,12 @@ inline void make_keys(const In* x, int64_t n, uint32_t exponent, uint16_t* keys)
     }
 }
 
-// Adds to `copies` [COPIES, 2 * KEYS]; or to [COPIES, STRIDE].
+// Adds to `copies` [COPIES, 2 * KEYS]; or to [COPIES, STRIDE]. Of few keys, to the first one alone, which the first-level
+// cache has room for.
 template <int64_t STRIDE = 2 * KEYS>
-inline void count_keys(const uint16_t* keys, int64_t n, uint32_t* copies) {
-    int64_t i = 0;
+inline void count_keys(const uint16_t* keys, int64_t n, bool are_few, uint32_t* copies) {
+    int64_t i = are_few ? n : 0;
+    for (int64_t j = 0; j < i; ++j) ++copies[keys[j]];
     for (; i + COPIES <= n; i += COPIES)
         for (int copy = 0; copy < COPIES; ++copy) ++copies[STRIDE * copy + keys[i + copy]];
     for (; i < n; ++i) ++copies[keys[i]];
