@@ -44,19 +44,20 @@ FLOORS: tuple[Floors, ...] = (  # codec, ratio to what, floors in fp32 and bf16 
     ({"name": "quantize", "bits": 2}, "copy", (0.40, 0.20), (0.40, 0.13)),
     ({"name": "quantize", "bits": 4, "hadamard": True}, "copy", (0.30, 0.11), (0.30, 0.08)),
     ({"name": "quantize", "bits": 4, "rounding": "stochastic"}, "nearest", (0.50, 0.50), (0.50, 0.50)),
-    # 0.8 is the goal of dither. An otherwise idle Intel Xeon with AVX-512 came to 0.83 to 0.96 in `quantize`,
-    # to 0.75 to 0.77 there in bf16 without Hadamard, to 0.79 to 0.88 in `entropy`, to 0.70 with columns in
-    # fp32. With AVX2, before the last change of the draws: 0.84 to 1.03, and 0.71 to 0.87
-    ({"name": "quantize", "bits": 4, "rounding": "dither"}, "nearest", (0.8, 0.72), (0.8, 0.8)),
+    # 0.8 is the goal of dither. Two runs on an Intel Xeon (AVX-512), in fp32 and in bf16: `quantize` with 4
+    # bits at least 1.1 and 0.83 on both instruction sets, with Hadamard 0.79 to 0.80 and 0.84 to 0.89;
+    # `entropy` at least 0.88 and 0.87 with AVX-512, 0.79 and 0.87 with AVX2; rows 0.92 and 0.89, 0.75 and
+    # 0.82; columns 0.89 and 0.84, 0.96 and 0.89
+    ({"name": "quantize", "bits": 4, "rounding": "dither"}, "nearest", (0.8, 0.8), (0.8, 0.8)),
     (
         {"name": "quantize", "bits": 4, "hadamard": True, "rounding": "dither"},
         "nearest",
-        (0.78, 0.76),
-        (0.8, 0.8),
+        (0.76, 0.8),
+        (0.76, 0.8),
     ),
-    ({"name": "entropy", "rounding": "dither"}, "nearest", (0.78, 0.78), (0.71, 0.7)),
-    ({"name": "entropy", "contexts": "rows", "rounding": "dither"}, "nearest", (0.8, 0.8), (0.72, 0.75)),
-    ({"name": "entropy", "contexts": "columns", "rounding": "dither"}, "nearest", (0.68, 0.7), (0.64, 0.74)),
+    ({"name": "entropy", "rounding": "dither"}, "nearest", (0.8, 0.8), (0.75, 0.8)),
+    ({"name": "entropy", "contexts": "rows", "rounding": "dither"}, "nearest", (0.8, 0.8), (0.72, 0.78)),
+    ({"name": "entropy", "contexts": "columns", "rounding": "dither"}, "nearest", (0.8, 0.8), (0.8, 0.8)),
     ({"name": "fp8"}, "copy", (0.45, 0.20), (0.45, 0.13)),
     ({"name": "entropy"}, "copy", (0.08, 0.025), (0.07, 0.02)),
     ({"name": "entropy", "contexts": "rows"}, "copy", (0.06, 0.02), (0.05, 0.015)),
