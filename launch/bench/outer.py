@@ -49,6 +49,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "topk": {"replicas": {"codec": TOPK, "feedback": "ef", "outer": {"momentum": 0.0}}},
     "4 bits, and between stages": {"replicas": FOUR_BITS, "recipe": "safe"},
     **{f"4 bits, delay {d}": {"replicas": {**FOUR_BITS, "outer": {"delay": d}}} for d in (0, 5, 30)},
+    "4 bits, momentum 0.7": {"replicas": {**FOUR_BITS, "outer": {"momentum": 0.7}}},
+    "4 bits, momentum 0.7, and between stages": {
+        "replicas": {**FOUR_BITS, "outer": {"momentum": 0.7}},
+        "recipe": "safe",
+    },
     "4 bits, DiLoCo": {"replicas": {**FOUR_BITS, "outer": NESTEROV}},
 }
 DEFAULT_SETTINGS = list(SETTINGS)[:5]
