@@ -288,6 +288,8 @@ class Rounds:
     def _candidates(self, number: int) -> list[int]:
         """Wait until it is decided who came to a round in time. Slot 0 decides it, if its replica came."""
         since: float | None = None
+        # members of the round before may not have seen its outcome yet, so they have not announced themselves
+        expected = set(self._members(number - 1)) if self._slot == 0 else set[int]()
 
         def ready() -> str | None:
             nonlocal since
@@ -296,13 +298,18 @@ class Rounds:
             if self.number in came:
                 since = since or time.monotonic()
                 is_enough = len(came) >= self._options.quorum
-                is_complete = set(self._numbers(f"{number}/announced")) <= set(came)
+                is_complete = expected.union(self._numbers(f"{number}/announced")) <= set(came)
                 if (is_complete and is_enough) or time.monotonic() - since > self._options.grace_s:
                     return self._decide(key, json.dumps(sorted(came) if is_enough else []))
             return self._read(key)
 
         found = self._wait(ready, f"the other slots of this replica in round {number}")
         return [int(each) for each in _parsed(found, list)]
+
+    def _members(self, number: int) -> list[int]:
+        """Return whose packets counted in a round."""
+        outcome = _parsed(self._read(f"{number}/outcome") or "{}", dict)
+        return [int(each) for each in outcome.get("members", ())]
 
     def _sum(
         self, number: int, replicas: Sequence[int], codec: DeltaCodec
@@ -462,7 +469,7 @@ def survey(store: Any) -> dict[str, Any]:
         "settings": _parsed(rounds._read("settings") or "{}", dict),
         "round": number,
         "announced": rounds._numbers(f"{number}/announced"),
-        "members": _parsed(rounds._read(f"{number - 1}/outcome") or "{}", dict).get("members", []),
+        "members": rounds._members(number - 1),
         "beats": rounds._read("beat") or "0",
     }
 

@@ -1,7 +1,7 @@
 """Rounds in a real store, of replicas with two slots, each a thread: who is in, and what all have then."""
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 
 import pytest
@@ -145,6 +145,29 @@ def test_one_that_is_late_is_left_out_and_counts_in_the_next_round(store):
     assert results[0].members == (1, 2) and results[0].is_member
     assert_alike([first, late])
     assert moved(first, start) == pytest.approx(0.1 + 0.2, abs=0.01)
+
+
+def test_members_of_a_round_are_waited_for_in_the_next_one(store):
+    """A quick replica decided the next round alone, before the other one had seen the outcome of this one."""
+    first, second = Launch(store), Launch(store)
+    has_decided = threading.Event()
+    announce = second.slots[0].announce
+
+    def slowly(number):
+        has_decided.wait(PATIENCE)
+        announce(number)
+
+    second.slots[0].announce = slowly
+    own, other = first.start(1.0), second.start(3.0)
+    first.finish(own)
+    own = first.start(1.0)
+    wait(own, timeout=2)  # as long as the quick one needs to decide
+    has_decided.set()
+    second.finish(other)
+    other = second.start(3.0)
+    for result in (*first.finish(own), *second.finish(other)):
+        assert result.members == (first.number, second.number)
+    assert_alike([first, second])
 
 
 def test_one_whose_packet_came_too_late_keeps_its_residual(store):
