@@ -85,9 +85,10 @@ def chosen(words: list[str] | None) -> list[Codec]:
     for word in words or (name for name in names() if name != "none"):
         if word.lstrip().startswith("{"):
             try:
-                codecs.append(build(json.loads(word), "--codec"))
-            except json.JSONDecodeError as error:
+                choice = json.loads(word)
+            except ValueError as error:
                 raise CompressionError(f"--codec: {shown(word)} is not JSON: {error}") from None
+            codecs.append(build(choice, "--codec"))
         else:
             codecs += [build({"name": word, **options}) for options in CODECS.find(word, "--codec").examples]
     return codecs

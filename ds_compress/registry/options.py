@@ -40,6 +40,7 @@ REMOVED = {
     "nvme": "use 'cpu', and max_gb",
     "nvme_path": "buffers are in memory; leave it out",
     "cosine": "'error' is the stricter limit",
+    "lr_drop": "a learning rate below half of the one before begins a new phase; leave it out",
     "step_bytes": "give 'error', which limits each message",
     "unbiased": 'quantize and entropy have "rounding": "dither"',
     "mixed": '4 bits with "hadamard": true lose less in fewer bytes',

@@ -34,7 +34,6 @@ def connect(address: str, origin: str = f"{PLACE}.every: {STORE}", seconds: floa
     """
     host, port = parse_address(address, origin)
     found: Future[TCPStore] = Future()
-    others = _sockets_to(port)
 
     def run() -> None:  # it would wait for ever for a port that accepts connections and says nothing
         timeout = timedelta(seconds=seconds)
@@ -48,17 +47,19 @@ def connect(address: str, origin: str = f"{PLACE}.every: {STORE}", seconds: floa
     try:
         return found.result(2 * seconds)
     except FutureTimeout:
-        for each in _sockets_to(port) - others:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(each)) as own:
-                own.shutdown(socket.SHUT_RDWR)
+        _end_connections(host, port)
         thread.join(seconds)  # a thread that is in torch when the interpreter ends may abort the process
         raise RuntimeError("what listens there does not answer; is it `ds-compress replica-store`?") from None
 
 
-def _sockets_to(port: int) -> set[int]:
-    """Return this process's sockets with connections to `port` of any host."""
-    found = psutil.Process().net_connections("tcp")
-    return {each.fd for each in found if each.raddr and each.raddr.port == port}
+def _end_connections(host: str, port: int) -> None:
+    """Shut down this process's connections to `port` of `host`, so that what waits for them ends."""
+    with contextlib.suppress(psutil.Error, OSError):
+        hosts = {str(found[4][0]) for found in socket.getaddrinfo(host, port)}
+        for each in psutil.Process().net_connections("tcp"):
+            if each.raddr and each.raddr.port == port and each.raddr.ip.removeprefix("::ffff:") in hosts:
+                with socket.socket(fileno=os.dup(each.fd)) as own:
+                    own.shutdown(socket.SHUT_RDWR)
 
 
 def parse_address(text: str, origin: str = f"{PLACE}.every: {STORE}") -> tuple[str, int]:
