@@ -46,10 +46,10 @@ class PretrainedModel:
 
         The tokens are random, and the same in every run.
         """
-        options: Any = {"generator": torch.Generator("cpu").manual_seed(0), "dtype": torch.int64}
-        vocab_size = self._config.vocab_size
+        generator, size = torch.Generator("cpu").manual_seed(0), (sequences, length)
+        most = self._config.vocab_size
         while True:
-            ids = torch.randint(vocab_size, (sequences, length), **options, device="cpu")
+            ids = torch.randint(most, size, generator=generator, dtype=torch.int64, device="cpu")
             yield ids, ids
 
 

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from rich.console import Console
 from rich.table import Table
 
-from ds_compress.cli.console import console
+from ds_compress.cli.console import terminal_width
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -43,7 +44,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{row['predicted_step_s']:.3f}",
             f"{100 * (row['predicted_step_s'] / row['step_s'] - 1):+.0f} %",
         )
-    console().print(table)
+    Console(width=terminal_width()).print(table)
 
 
 def plot(rows: list[dict[str, Any]], file: Path) -> None:

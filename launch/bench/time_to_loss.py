@@ -23,10 +23,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from ds_compress.cli.console import console
+from ds_compress.cli.console import terminal_width
 from launch.bench.net_runs import BASELINE, HOSTS, LAUNCH, RECIPES, Runs, Wire, of_depths
 
 MEAN = 20  # steps
@@ -96,7 +97,7 @@ def main() -> None:
             f"{row['last_loss']:.3f}",
             f"{row['wire_bytes'] / 1e6:.0f}",
         )
-    console().print(table)
+    Console(width=terminal_width()).print(table)
     (runs.out / "rows.json").write_text(json.dumps(rows, indent=2) + "\n")
     print(f"wrote {runs.out / 'rows.json'}")
 
