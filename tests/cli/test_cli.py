@@ -8,6 +8,7 @@ import pytest
 
 from ds_compress.cli import main
 from ds_compress.codec import names
+from ds_compress.config import DIRECTIONS
 from ds_compress.feedback import FEEDBACKS
 
 BLOCK = {
@@ -18,13 +19,20 @@ BLOCK = {
 
 
 @pytest.fixture
-def ds_config(tmp_path):
-    def write(content):
+def check(tmp_path, capsys):
+    """Return a function that runs `check` on a ds_config; it returns stdout and stderr."""
+
+    def run(content, *words, code=0):
         path = tmp_path / "ds_config.json"
         path.write_text(content if isinstance(content, str) else json.dumps(content))
-        return str(path)
+        assert main(["check", str(path), *words]) == code
+        return capsys.readouterr()
 
-    return write
+    return run
+
+
+def rows_of(printed):
+    return json.loads(printed.out)
 
 
 def test_list_json(capsys):
@@ -62,35 +70,23 @@ def test_output_may_be_cut_off():
     assert subprocess.run(command, shell=True, capture_output=True, text=True).stderr == ""
 
 
-def test_check_says_that_auto_chooses_in_training(ds_config, capsys):
+def test_check_says_that_auto_chooses_in_training(check):
     """It once printed a ratio of 1.00, and no word on why."""
-    path = ds_config({"ds_compress": {"recipe": "auto", "quality": "balanced"}})
-    assert main(["check", path, "--stages", "2", "--shape", "4,64,256"]) == 0
-    output = capsys.readouterr().err
+    block = {"ds_compress": {"recipe": "auto", "quality": "balanced"}}
+    output = check(block, "--stages", "2", "--shape", "4,64,256").err
     assert "recipe: 'auto' chooses codecs in the first steps of training" in output
     assert "errors up to 0.05 forward and 0.17 of accumulated gradients" in output
 
 
-def test_check_json(ds_config, capsys):
-    path = ds_config({"ds_compress": BLOCK})
-    assert main(["check", path, "--stages", "3", "--shape", "4,1024,768", "--dtype", "bf16", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert [(row["boundary"], row["direction"]) for row in rows] == [
-        (0, "forward"),
-        (0, "backward"),
-        (1, "forward"),
-        (1, "backward"),
-    ]
-    numel = 4 * 1024 * 768
+def test_check_json(check):
+    words = ["--stages", "3", "--shape", "4,1024,768", "--dtype", "bf16", "--json"]
+    rows = rows_of(check({"ds_compress": BLOCK}, *words))
+    places = [(boundary, direction) for boundary in (0, 1) for direction in DIRECTIONS]
+    assert [(row["boundary"], row["direction"]) for row in rows] == places
+    numel, header = 4 * 1024 * 768, 32
     assert [row["raw_bytes"] for row in rows] == [2 * numel] * 4
-    header = 32
-    expected = [
-        2 * numel + header,
-        2 * numel + header,
-        numel // 2 + numel // 128 * 4 + header,
-        2 * numel + header,
-    ]
-    assert [row["wire_bytes"] for row in rows] == expected
+    expected = [2 * numel, 2 * numel, numel // 2 + numel // 128 * 4, 2 * numel]
+    assert [row["wire_bytes"] - header for row in rows] == expected
     assert rows[2]["bits_per_value"] == pytest.approx(4.25, abs=0.001)
     assert rows[2]["ratio"] == pytest.approx(16 / 4.25, abs=0.001)
 
@@ -98,38 +94,34 @@ def test_check_json(ds_config, capsys):
 LARGER = {"forward": {"codec": {"name": "topk", "density": 0.9, "indices": "int32"}}}
 
 
-def test_check_says_where_a_packet_is_larger_than_the_tensor(ds_config, capsys):
+def test_check_says_where_a_packet_is_larger_than_the_tensor(check):
     """It was a ratio of 0.56 in a table, and nothing in training."""
-    path = ds_config({"ds_compress": LARGER})
-    assert main(["check", path, "--stages", "4", "--shape", "4,1024,768", "--json"]) == 0
-    printed = capsys.readouterr()
+    printed = check({"ds_compress": LARGER}, "--stages", "4", "--shape", "4,1024,768", "--json")
     assert printed.err.splitlines() == [
         "ds_compress.forward.codec: topk(density=0.9, indices=int32) makes messages larger: "
         "22,649,280 bytes instead of 12,582,912; use other options, or codec 'none'"
     ]
-    assert json.loads(printed.out)[0]["ratio"] < 1
+    assert rows_of(printed)[0]["ratio"] < 1
 
 
 @pytest.mark.parametrize("codec", [None, "lossless", "bf16"])
-def test_headers_alone_are_not_worth_a_note(codec, ds_config, capsys):
-    path = ds_config({"ds_compress": {"forward": {"codec": codec}, "min_numel": 0} if codec else {}})
-    assert main(["check", path, "--stages", "2", "--shape", "64", "--dtype", "bf16"]) == 0
-    assert capsys.readouterr().err == ""
+def test_headers_alone_are_not_worth_a_note(codec, check):
+    block = {"forward": {"codec": codec}, "min_numel": 0} if codec else {}
+    assert check({"ds_compress": block}, "--stages", "2", "--shape", "64", "--dtype", "bf16").err == ""
 
 
-def test_check_knows_small_messages(ds_config, capsys):
-    path = ds_config({"ds_compress": BLOCK})
-    assert main(["check", path, "--stages", "3", "--shape", "4,8", "--json"]) == 0
-    assert {row["codec"] for row in json.loads(capsys.readouterr().out)} == {"none (below min_numel)"}
+def test_check_knows_small_messages(check):
+    rows = rows_of(check({"ds_compress": BLOCK}, "--stages", "3", "--shape", "4,8", "--json"))
+    assert {row["codec"] for row in rows} == {"none (below min_numel)"}
+
+
+TOP_K = {"backward": {"codec": "top_k"}}
 
 
 @pytest.mark.parametrize(
     "content, message",
     [
-        (
-            {"ds_compress": {"backward": {"codec": "top_k"}}},
-            "ds_compress.backward.codec: 'top_k' is not registered",
-        ),
+        ({"ds_compress": TOP_K}, "ds_compress.backward.codec: 'top_k' is not registered"),
         ({"ds_compress": {"boundaries": {"5": {}}}}, "ds_compress.boundaries.5: there is no such boundary"),
         ({"ds-compress": {}}, "has no 'ds_compress' key (did you mean it by 'ds-compress'?)"),
         ({}, "has no 'ds_compress' key"),
@@ -137,11 +129,49 @@ def test_check_knows_small_messages(ds_config, capsys):
         ("{", "not JSON"),
     ],
 )
-def test_check_refuses_in_one_line(content, message, ds_config, capsys):
-    assert main(["check", ds_config(content), "--stages", "2", "--shape", "4,8"]) == 2
-    printed = capsys.readouterr()
+def test_check_refuses_in_one_line(content, message, check):
+    printed = check(content, "--stages", "2", "--shape", "4,8", code=2)
     assert printed.out == "" and printed.err.count("\n") == 1
     assert message in printed.err
+
+
+MILLIONS = ("--shape", "4,64,256", "--parameters", "4000000")
+FOUR_BITS = {"name": "quantize", "bits": 4}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("replicas", [2, 8])
+def test_bytes_between_replicas_in_a_step(dtype, replicas, check):
+    """4.25 bits against 32 or 16; in fp32 both ways, in bf16 gradients one way and parameters back."""
+    block = {"ds_compress": {"replicas": {"codec": FOUR_BITS, "parameters": 4}}}
+    words = ["--stages", "2", *MILLIONS, "--dtype", dtype, "--replicas", str(replicas)]
+    rows = [row for row in rows_of(check(block, *words, "--json")) if row["boundary"] == "replicas"]
+    sent = (replicas - 1) / replicas * 4_000_000
+    one_way = pytest.approx(sent * 4.25 / 8, rel=1e-3)
+    if dtype == "fp32":
+        (gradients,) = rows
+        assert gradients["raw_bytes"] == 2 * 4 * sent and gradients["wire_bytes"] / 2 == one_way
+        return
+    gradients, parameters = rows
+    assert (gradients["raw_bytes"], parameters["raw_bytes"]) == (4 * sent, 2 * sent)
+    assert gradients["wire_bytes"] == one_way and parameters["wire_bytes"] == one_way
+    assert "parameters" in check(block, *words).out
+
+
+def test_bytes_between_replicas_in_a_round(check):
+    """30 all-reduces in fp32 between two launches, against one packet."""
+    block = {"ds_compress": {"replicas": {"codec": FOUR_BITS, "every": 30}}}
+    words = ["--stages", "2", *MILLIONS, "--dtype", "bf16", "--replicas", "2", "--json"]
+    (row,) = [row for row in rows_of(check(block, *words)) if row["boundary"] == "replicas"]
+    assert row["direction"] == "weights" and row["raw_bytes"] == 30 * 4 * 4_000_000
+    assert row["ratio"] == pytest.approx(30 * 32 / 4.25, rel=1e-3)
+
+
+def test_bytes_of_factors_between_replicas(check):
+    """Two factors of 256 x 4 values for each matrix of 256 x 256, here in bf16, both ways of a ring."""
+    block = {"ds_compress": {"replicas": {"codec": {"name": "lowrank", "rank": 4}}}}
+    (row,) = rows_of(check(block, "--stages", "1", *MILLIONS, "--replicas", "2", "--json"))
+    assert row["ratio"] == pytest.approx(256 * 256 * 4 / (2 * 256 * 4 * 2), rel=1e-6)
 
 
 def test_bench_json(tmp_path, capsys):
@@ -164,11 +194,7 @@ def test_bench_json(tmp_path, capsys):
 
 def test_runs_as_a_module_and_prints_nothing_but_json():
     """Importing deepspeed is slow and logs to stdout: commands that do not need it must not import it."""
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "ds_compress", "list", "--json"],
-        capture_output=True,
-        text=True,
-    )
+    done = run_python("-X", "importtime", "-m", "ds_compress", "list", "--json")
     assert done.returncode == 0
     assert {"quantize", "topk"} <= {codec["name"] for codec in json.loads(done.stdout)["codecs"]}
     assert "deepspeed.comm" not in done.stderr

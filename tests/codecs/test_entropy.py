@@ -1,4 +1,4 @@
-"""Codec entropy: a constant size whatever comes, and damage that is noticed."""
+"""Codec entropy: a constant size whatever comes, fewer bits than other codecs need, damage is noticed."""
 
 import random
 
@@ -9,7 +9,9 @@ from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.entropy import code_plan
 from ds_compress.kernels.entropy.format import LARGEST_NUMEL, STEPS, frame_of
-from tests.support.codecs import error_of, roundtrip
+from tests.support import messages as captured
+from tests.support.codecs import bits_per_value, error_of, roundtrip
+from tests.support.messages import residual_stream
 
 GENERATOR = torch.Generator()
 HOSTILE = {
@@ -130,3 +132,84 @@ def test_a_tensor_too_large_for_its_sums_is_refused():
         "it has 268,435,457 values, allowed: 268,435,456"
     )
     assert not codec.refuses(TensorSpec((LARGEST_NUMEL,), torch.float32))
+
+
+FOUR_BITS = {"name": "quantize", "bits": 4, "hadamard": True}
+TENTH = {"name": "topk", "indices": "rice", "values": "bf16"}
+
+
+def mean(measure, choice, messages):
+    return sum(measure(choice, x) for x in messages) / len(messages)
+
+
+@pytest.mark.parametrize(
+    "model, direction, ours, other",
+    [
+        ("transformer", 0, {"bits": 3.6}, FOUR_BITS),
+        ("transformer", 1, {"bits": 3.6}, FOUR_BITS),
+        ("transformer", 0, {"bits": 0.9}, TENTH),
+        ("transformer", 1, {"bits": 0.9}, TENTH),
+        ("cnn", 0, {"bits": 2.0}, FOUR_BITS),
+        ("cnn", 1, {"bits": 1.5}, FOUR_BITS),
+        ("cnn", 0, {"bits": 0.8}, TENTH),
+        # what says which table is whose included
+        ("transformer", 0, {"bits": 3.3, "contexts": "columns"}, {"name": "entropy", "bits": 3.5}),
+        ("transformer", 1, {"bits": 3.3, "contexts": "rows"}, {"name": "entropy", "bits": 3.5}),
+        ("cnn", 0, {"bits": 1.8, "contexts": "columns"}, {"name": "entropy", "bits": 2.0}),
+        ("cnn", 1, {"bits": 1.35, "contexts": "rows"}, {"name": "entropy", "bits": 1.5}),
+    ],
+)
+@pytest.mark.extended(keep=6)
+def test_reaches_the_error_of_another_setting_in_fewer_bits(model, direction, ours, other):
+    messages, choice = getattr(captured, model)()[direction], {"name": "entropy", **ours}
+    assert mean(bits_per_value, choice, messages) <= ours["bits"] < mean(bits_per_value, other, messages)
+    assert mean(error_of, choice, messages) <= mean(error_of, other, messages)
+
+
+def test_outliers_cost_little():
+    hidden = residual_stream()
+    assert error_of({"name": "entropy", "bits": 3.35}, hidden) <= error_of(FOUR_BITS, hidden)
+    assert error_of({"name": "entropy", "bits": 0.9}, hidden) <= error_of(TENTH, hidden)
+
+
+@pytest.mark.parametrize("bits, ideal", [(1, 0.5906), (2.5, 0.2111), (3.3, 0.1212)])
+def test_a_large_message_of_normal_values_is_near_what_an_ideal_coder_makes(bits, ideal):
+    """`ideal`: a uniform step, the means of its cells, the entropy of its codes; computed in numpy."""
+    x = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
+    assert error_of({"name": "entropy", "bits": bits}, x) == pytest.approx(ideal, rel=0.04)
+
+
+@pytest.mark.parametrize("contexts", ["rows", "columns"])
+@pytest.mark.parametrize("shape", [(70, 96), (2, 33, 250), (64, 8, 5, 5), (5000,), (4097, 1)], ids=str)
+def test_every_value_comes_back_to_its_place(shape, contexts):
+    """Also those behind the last whole run; with 6 bits none is further off than a step."""
+    x = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) - 1234
+    y = roundtrip({"name": "entropy", "bits": 6, "contexts": contexts}, x)
+    assert (y - x).abs().max() < 0.03 * x.abs().max()
+
+
+@pytest.mark.parametrize("contexts", ["rows", "columns"])
+def test_short_messages_are_coded_as_without(contexts):
+    for shape in ((64, 63), (4, 4000), (100,)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        if contexts == "rows" and x.numel() >= 4096:
+            continue
+        codes = [
+            build({"name": "entropy", "bits": 2, **more}).encode(x, Context())[0]
+            for more in ({"contexts": contexts}, {})
+        ]
+        assert torch.equal(*codes)
+
+
+@pytest.mark.parametrize("contexts", ["rows", "columns"])
+def test_whatever_classes_come_are_an_order(contexts):
+    """Damage to them moves values, and never reads or writes beside them."""
+    x = torch.randn(80, 96, generator=torch.Generator().manual_seed(0))
+    codec, spec = build({"name": "entropy", "contexts": contexts}), TensorSpec.of(x)
+    (code,) = codec.encode(x, Context())
+    words = {"rows": 15, "columns": 12}[contexts]
+    damaged = code.clone()
+    damaged[-words:] = torch.randint(-(2**15), 2**15, (words,)).short()
+    arrived, moved = (codec.decode((each,), spec, Context()) for each in (code, damaged))
+    assert torch.equal(arrived.flatten().sort().values, moved.flatten().sort().values)
+    assert not torch.equal(arrived, moved)

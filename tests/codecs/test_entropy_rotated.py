@@ -27,7 +27,7 @@ def errors(bits):
 
 
 def test_reaches_the_error_of_4_bits_on_hidden_states():
-    """Of rotated groups, which take 4.25 bits; without the basis it takes 3.6, see test_entropy_errors."""
+    """Of rotated groups, which take 4.25 bits; without the basis it takes 3.6, see test_entropy."""
     messages, ours = captured.transformer()[0], errors(3.0)
     others = [error_of(FOUR_BITS, x) for x in messages]
     assert sum(errors(2.0)) <= sum(others)

@@ -16,6 +16,10 @@ def quantize(**options: Any) -> dict[str, Any]:
     return {"name": "quantize", **options}
 
 
+def aqsgd(**options: Any) -> dict[str, Any]:
+    return {"name": "aqsgd", **options}
+
+
 def block_with(path: str, value: object) -> object:
     """A block with `value` at a JSON path."""
     for key in reversed(path.split(".")):
@@ -80,18 +84,13 @@ BAD = [
     ("link.depth", 0, ": 0", "equal to 1"),
     ("link.depth", 33, ": 33", "equal to 32"),
     ("link.depth", 1.5, ": 1.5", "integer"),
-    (
-        "link",
-        {"depth": 2, "mode": "blocking"},
-        ".depth: 2 is not allowed with mode 'blocking'",
-        "use mode 'eager'",
-    ),
+    ("link", {"depth": 2, "mode": "blocking"}, ".depth: 2 is not allowed with mode 'blocking'", "use mode"),
     ("link.depth", "auot", ": 'auot' is not allowed", "did you mean 'auto'"),
     ("link.depth", True, ": True is not allowed", "integer"),
     (
         "link",
         {"depth": "auto", "mode": "blocking"},
-        ".depth: 'auto' is not allowed with mode 'blocking'",
+        ".depth: 'auto' is not allowed with mode",
         "use mode 'eager'",
     ),
     ("link.memory_gb", 0, ": 0", "greater than 0"),
@@ -103,10 +102,65 @@ BAD = [
     ("monitor", 10, ": 10", "object"),
     ("seed", -1, ": -1", "greater than or equal to 0"),
     ("seed", "a", ": 'a'", "integer"),
+    # words of earlier releases are refused with the new one: none is misread, none is guessed at
+    ("forward.codec", quantize(scale="symmetric"), ".scale: unknown key, now 'scheme'", ""),
+    (
+        "boundaries.2.backward.codec",
+        quantize(scheme="minmax"),
+        ".scheme: 'minmax' is not",
+        "now 'asymmetric'",
+    ),
+    (
+        "backward.codec",
+        topk(scope="tensor"),
+        ".scope: unknown key, now 'rows'; allowed: density, values, ",
+        "",
+    ),
+    ("backward.codec", {"name": "randomk", "scope": "tensor"}, ".scope: unknown key, now 'rows'", ""),
+    ("forward.codec", quantize(hadamard="auto"), ".hadamard: 'auto' is not allowed", "a valid boolean"),
+    # one that means something else there is only unknown
+    ("forward.codec", {"name": "minmax", "scale": "symmetric"}, ".scale: unknown key; allowed: bits", ""),
+    (
+        "forward.feedback",
+        {"name": "ef", "scope": "slot"},
+        ".scope: 'slot' is not",
+        "now 'micro_batch'; allowed",
+    ),
+    (
+        "forward.feedback",
+        aqsgd(scope="batch"),
+        ".scope: 'batch' is not",
+        "now 'micro_batch'; allowed: 'sample'",
+    ),
+    (
+        "forward.feedback",
+        aqsgd(store="disk"),
+        ".store: unknown key, now 'offload'; allowed: scope, ids, ",
+        "",
+    ),
+    ("forward.feedback", aqsgd(folder="/tmp"), ".folder: unknown key, now 'offload'", ""),
+    (
+        "forward.feedback",
+        aqsgd(offload={"device": "disk"}),
+        ".offload.device: 'disk'",
+        "(removed: use 'cpu', ",
+    ),
+    ("forward.feedback", aqsgd(first="none"), ".first: unknown key, now 'first_visit'; allowed: scope, ", ""),
+    ("mirror_check", 5, ": unknown key, now 'state_check_every'; allowed: enabled, ", ""),
+    ("guard.action", "loosen", ": 'loosen' is not allowed, now 'relax'; allowed: 'warn', ", ""),
+    # recipes
+    *(
+        ("recipe", wrong, f": {wrong!r} is not a recipe", "; known: ")
+        for wrong in ("quant4_9", "", 5, ["topk10"], {}, True, "../recipes/topk10", "topk10.json")
+    ),
+    ("recipe", "topk_10", ": 'topk_10' is not a recipe (did you mean 'topk10'?)", "topk10"),
+    ("recipe", "autos", ": 'autos' is not a recipe (did you mean 'auto'?)", ""),
 ]
 """JSON path, what is there, how the message goes on after the path, what else it says; options that a codec
-refuses by itself: codecs/test_refusals.py."""
+refuses by itself: codecs/test_codecs.py."""
 
+AUTO = {"recipe": "auto"}
+LOSSY = {"forward": {"codec": "quantize"}}
 BAD_BLOCKS = [
     (None, ": None", "is not an object"),
     ([], ": []", "is not an object"),
@@ -125,6 +179,22 @@ BAD_BLOCKS = [
     ({"warmup_epochs": 1, "warmup_steps": 5}, ".warmup_epochs: 1 came", "use one"),
     ({"forward": {"codec": {"name": "entropy", "rotate": "learned"}}}, ".warmup_steps: 0", "'entropy'"),
     ({"seed": 1, "eval": "x", "min_numel": "y"}, ".eval: 'x'", "(and 1 more)"),
+    (
+        {"link": {"memory_gb": 2.0}},
+        ".link.memory_gb: 2 limits depth 'auto', but depth is 1",
+        "use depth 'auto'",
+    ),
+    ({**AUTO, "link": {"memory_gb": 2.0, "depth": 3}}, ".link.memory_gb: 2 limits depth 'auto', but", ""),
+    ({**LOSSY, "guard": {"every": 0, "action": "stop"}}, ".guard.action: 'stop'", "with guard.every 0"),
+    ({**LOSSY, "guard": {"every": 0, "action": "relax"}}, ".guard.action: 'relax'", "with guard.every 0"),
+    ({"quality": "safe"}, ".quality: 'safe' is not allowed with no recipe 'auto'; allowed: a", ""),
+    ({"recipe": "bf16", "quality": "safe"}, ".quality: 'safe' is not allowed with no recipe", ""),
+    ({**AUTO, "quality": "good"}, ".quality: 'good'", ""),
+    ({**AUTO, "quality": None}, ".quality: None", "is not allowed with recipe 'auto'"),
+    ({**AUTO, "forward": {"codec": "bf16"}}, ".forward:", "is not allowed with recipe 'auto'"),
+    ({**AUTO, "boundaries": {"0": {}}}, ".boundaries:", "is not allowed with recipe 'auto'"),
+    ({**AUTO, "link": {"mode": "blocking"}}, ".link.mode: 'blocking'", "is not allowed with"),
+    ({**AUTO, "policy": "accordion"}, ".policy: 'accordion'", "is not allowed with recipe 'auto'"),
 ]
 
 

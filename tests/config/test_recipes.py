@@ -1,16 +1,20 @@
-"""`"recipe": NAME`: the settings of a file of ds_configs, each changed by the key that says otherwise."""
+"""Recipes by name, `auto` among them: settings of files, each changed by the key that says otherwise."""
 
+import itertools
 import json
 
+import jsonschema
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_compress.cli import main
 from ds_compress.config import DIRECTIONS, KEY, Config, recipes
-from ds_compress.config.recipes import EVIDENCE, LIMITS
+from ds_compress.config.recipes import DEFAULT, EVIDENCE, LIMITS
 from ds_compress.errors import CompressionError
 from ds_compress.monitor.lines import announcement
+from ds_compress.simulate import simulate
 from tests.support.launch_scripts import ROOT
 
 NAMES = recipes.names()
@@ -28,14 +32,8 @@ def test_every_file_is_a_recipe():
 def test_a_name_stands_for_the_block_of_its_file(name):
     written = json.loads((ROOT / "ds_configs" / f"{name}.json").read_text())[KEY]
     named = Config({"recipe": name})
-    assert named.settings == settings(written)
+    assert named.settings == settings(written) and "recipe" not in named.settings, "ends compare them"
     assert named.warmup_steps == Config(written).warmup_steps
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_ends_agree_whether_a_setting_has_a_name(name):
-    """One machine may have the name, another the settings: they compare equal at start-up."""
-    assert "recipe" not in settings({"recipe": name})
 
 
 def test_a_codec_is_replaced_with_all_its_options():
@@ -66,22 +64,6 @@ def test_single_keys_and_boundaries_change_it():
     assert (config.block.seed, config.block.link.depth, config.block.link.mode) == (5, 2, "eager")
     assert config.codecs(1).forward.name == "none"
     assert config.codecs(0).settings == Config({"recipe": "quant4_8"}).codecs(0).settings
-
-
-@pytest.mark.parametrize(
-    "wrong", ["quant4_9", "", 5, ["topk10"], {}, True, "../recipes/topk10", "topk10.json"]
-)
-def test_no_such_recipe(wrong):
-    with pytest.raises(
-        CompressionError, match=r"^ds_compress.recipe: .* is not a recipe.*; known: .*topk10"
-    ) as e:
-        Config({"recipe": wrong})
-    assert "\n" not in str(e.value)
-
-
-def test_the_nearest_name_is_proposed():
-    with pytest.raises(CompressionError, match=r"'topk_10' is not a recipe \(did you mean 'topk10'\?\)"):
-        Config({"recipe": "topk_10"})
 
 
 def test_null_is_no_recipe():
@@ -132,3 +114,60 @@ def test_classes_of_quality_are_recipes():
         assert set(block) == {*DIRECTIONS} and all(set(block[direction]) == {"codec"} for direction in block)
         assert EVIDENCE[name].promise is not None
     assert {*LIMITS} <= {*NAMES}
+
+
+AUTO = {"recipe": "auto"}
+
+
+def test_auto_alone_is_enough():
+    config = Config(AUTO)
+    assert config.quality == DEFAULT and config.block.link.depth == "auto"
+    assert config.codecs(0).settings == Config({}).codecs(0).settings
+    assert Config({}).quality is None
+
+
+@pytest.mark.parametrize("quality", LIMITS)
+def test_every_class_of_auto(quality):
+    config = Config({**AUTO, "quality": quality, "link": {"depth": 2}, "warmup_steps": 9})
+    assert (config.quality, config.block.link.depth, config.warmup_steps) == (quality, 2, 9)
+
+
+def test_classes_are_in_order():
+    limits = list(LIMITS.values())
+    assert limits[0].forward == limits[0].backward == 0
+    for mild, strong in itertools.pairwise(limits):
+        assert mild.forward < strong.forward < 1 and mild.backward <= strong.backward < 1
+
+
+def test_ranks_that_differ_are_found():
+    """One machine may have the key, another not: with equal settings they would wait for each other."""
+    others = [{}, {"link": {"depth": "auto"}}, {**AUTO, "quality": "aggressive"}]
+    assert all(Config(other).settings != Config(AUTO).settings for other in others)
+
+
+def test_what_auto_adopts_is_the_block_without_the_name():
+    config = Config({**AUTO, "seed": 3})
+    other = config.changed({"boundaries": {"0": {"forward": {"codec": "bf16"}}}})
+    assert other.codecs(0).forward.name == "bf16" and other.block.seed == 3
+    assert config.adopt(other) and config.quality == DEFAULT
+    assert config.changed({}).codecs(0).forward.name == "none"
+
+
+def test_auto_is_not_simulated():
+    with pytest.raises(CompressionError, match=r"^ds_compress.recipe: 'auto' is not simulated.*block"):
+        simulate(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), {KEY: AUTO}, cuts=[1])
+
+
+def test_the_schema_knows_auto(capsys):
+    assert main(["schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    jsonschema.validate({KEY: {**AUTO, "quality": "balanced"}}, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({KEY: {**AUTO, "quality": "good"}}, schema)
+
+
+def test_check_says_what_auto_sends_until_then(capsys, tmp_path):
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps({KEY: AUTO}))
+    assert main(["check", str(file), "--stages", "2", "--shape", "4,1024", "--json"]) == 0
+    assert {row["codec"] for row in json.loads(capsys.readouterr().out)} == {"none"}

@@ -1,9 +1,10 @@
-"""Feedback in real pipelines: both sides in step."""
+"""Feedback in real pipelines: both sides in step, and steps that overflow in fp16 leave no trace."""
 
 import hashlib
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 
 import ds_compress  # noqa: F401
 from tests.support.pipeline import batches, build, ds_config
@@ -56,3 +57,58 @@ def test_ef21_sides_are_equal_after_many_steps(stages, replicas, link, steps):
         assert upstream == downstream
     assert len({digest for both in sides.values() for digest in both}) == len(sides)
     assert ranks[0][0][-1] < ranks[0][0][0]
+
+
+STEPS = 25
+FP16 = {
+    "fp16": {"enabled": True, "initial_scale_power": 28, "hysteresis": 1, "loss_scale_window": 4},
+    "zero_optimization": {"stage": 1},  # without ZeRO, DeepSpeed 0.19.8 does not scale the loss of a pipeline
+}
+CODECS = {
+    "none": "none",
+    "ef": {"name": "topk", "density": 0.3},
+    "ef21": {"name": "quantize", "bits": 4, "group_size": 32},
+    "loco": {"name": "quantize", "bits": 4, "group_size": 32},
+}
+
+
+def train(stages, config):
+    get_accelerator().is_fp16_supported = lambda: True  # it computes, if slowly
+    engine = build(stages, config)
+    data = batches(dtype=torch.float16)
+    losses, skipped, scales = [], [], []
+    for _ in range(STEPS):
+        losses.append(engine.train_batch(data).item())
+        skipped.append(engine.skipped_steps)
+        scales.append(engine.optimizer.loss_scale)
+    memories = [
+        memory for boundary in engine.ds_compress.stage.boundaries for memory in boundary.memory.values()
+    ]
+    state = {f"{i}/{key}": value for i, memory in enumerate(memories) for key, value in memory.items()}
+    return {"losses": losses, "skipped": skipped, "scales": scales, "state": state}
+
+
+@pytest.mark.parametrize("feedback", CODECS)
+@pytest.mark.extended(keep=1)
+def test_fp16_survives_overflow(feedback):
+    direction = {"codec": CODECS[feedback], "feedback": feedback}
+    block = {"forward": direction, "backward": direction, "min_numel": 0, "link": {"mode": "blocking"}}
+    first, middle, last = run_ranks(3, train, 3, ds_config(block, **FP16))
+    assert first["skipped"] == middle["skipped"] == last["skipped"]
+    assert 5 <= first["skipped"][-1] <= STEPS - 10
+    assert first["scales"] == last["scales"] and len(set(first["scales"])) > 5
+    assert all(torch.tensor(first["losses"]).isfinite())
+    assert first["losses"][-1] < 0.9 * first["losses"][0]
+    states = [value for rank in (first, middle, last) for value in rank["state"].values()]
+    assert all(value.float().isfinite().all() for value in states)
+    if feedback == "none":
+        assert not states
+    else:
+        # scaled units would make the residuals of gradients as large as the loss scale
+        backward = [
+            value.float().abs().max()
+            for rank in (first, middle, last)
+            for key, value in rank["state"].items()
+            if "backward" in key and "codes" not in key
+        ]
+        assert len(backward) >= 2 and max(backward) < 1

@@ -1,4 +1,4 @@
-"""What the meter of a sender says of its messages: error, cosine, and whether all was finite."""
+"""What meters say of messages and residuals, and how the limits of the guard judge it."""
 
 import math
 
@@ -8,10 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.config import Config
-from ds_compress.message.channel import Boundary
+from ds_compress.message.channel import Boundary, Channel
 from ds_compress.message.clock import HostClock
 from ds_compress.message.gradient_error import GradientError
 from ds_compress.message.meters import SendingMeter, error_and_cosine, largest, norms
+from ds_compress.monitor import lines
+from ds_compress.monitor.limits import MessageQuality
+from ds_compress.monitor.metrics import residual_values
 
 
 class HeldSender:
@@ -90,3 +93,101 @@ def test_nothing_sent_is_no_error():
     assert compared([zero], [zero]) == (0.0, 1.0)
     assert compared([zero], [zero + 1]) == (math.inf, 0.0)
     assert compared([torch.zeros(0)], [torch.zeros(0)]) == (0.0, 1.0)
+
+
+def channel(direction, memory, loss_scale=1.0):
+    boundary = Boundary(0, Config({}))
+    boundary.memory = memory
+    boundary.begin_step(loss_scale)
+    return Channel(boundary, direction, boundary.config.codecs(0).backward)
+
+
+def test_residuals_of_two_micro_batches_and_two_tensors():
+    """Norms 3 and 4 of one tensor, 12 and 0 of the other: 13 together, 13 / sqrt(2) for a micro-batch."""
+    key = "backward/sender/ef/micro_batch"
+    memory = {
+        0: {f"{key}0": torch.tensor([3.0, 0.0]), f"{key}1": torch.tensor([0.0, 4.0])},
+        1: {f"{key}0": torch.tensor([12.0]), f"{key}1": torch.zeros(1)},
+    }
+    memory[0]["forward/sender/ef/micro_batch0"] = torch.tensor([1e6])  # of the other direction
+    memory[0]["backward/mirror/ef21"] = torch.tensor([1e6])  # not held back
+    found = residual_values(channel("backward", memory), 2.0)
+    assert found["residual_norm"] == 13
+    assert found["residual_share"] == pytest.approx(13 / math.sqrt(2) / 2)
+    assert found["buffer_bytes"] == 4 * (2 + 2 + 1 + 1 + 1), "what both sides hold is kept too"
+
+
+def test_a_loss_scale_makes_no_share_smaller():
+    """Residuals are in units that it does not change, the message is not."""
+    memory = {0: {"backward/sender/ef": torch.tensor([6.0])}}
+    assert residual_values(channel("backward", memory, 1024.0), 2 * 1024.0)["residual_share"] == 3
+
+
+def test_where_there_is_nothing_to_compare():
+    assert residual_values(channel("backward", {0: {}}), 1.0) == {
+        "residual_norm": 0,
+        "residual_share": 0,
+        "buffer_bytes": 0,
+    }
+    memory = {0: {"backward/sender/ef": torch.ones(1)}}
+    for norm in (0.0, math.nan):
+        assert math.isnan(residual_values(channel("backward", memory), norm)["residual_share"])
+
+
+COARSE = {"codec": {"name": "topk", "density": 0.02}}
+FINE = {
+    "message_norm": 1.0,
+    "relative_error": 0.01,
+    "gradient_error": 0.0,
+    "residual_share": 0.0,
+    "nonfinite_share": 0.0,
+}
+
+
+def over(values, before=FINE, direction="forward", **limits):
+    """The limits that a channel is over, and what is said of it."""
+    config = Config({"forward": COARSE, "backward": COARSE, "guard": limits})
+    violations = MessageQuality.of({**FINE, **values}, before, direction).violations(config.block.guard)
+    return [each.limit for each in violations], lines.violation_note(config, 0, direction, violations)
+
+
+def test_limits_of_messages():
+    found, note = over({"relative_error": 0.93})
+    assert found == ["error"]
+    assert note == (
+        "boundary 0, forward: topk(density=0.02) has a relative error of 0.93 (ds_compress.guard.error: "
+        "0.5): use more bits or a higher density, or another codec"
+    )
+    nothing_known = {"relative_error": math.nan, "residual_share": math.nan}
+    for values in ({}, {"relative_error": 0.5, "residual_share": 100.0}, nothing_known):
+        assert over(values)[0] == []
+    assert over({"relative_error": 0.93}, error=1)[0] == []
+    zeros = {"message_norm": 0.0, "relative_error": math.inf}
+    assert over(zeros)[0] == [], "error feedback sent what it had held back"
+
+
+def test_gradients_are_judged_by_what_does_not_average_out():
+    """The best setting from scratch, stochastic rounding at an error of 0.70, was warned of."""
+    stochastic = {"relative_error": 0.7, "gradient_error": 0.2}
+    assert over(stochastic, direction="backward")[0] == []
+    assert over(stochastic)[0] == ["error"]
+    found, note = over({"relative_error": 0.15, "gradient_error": 0.9}, direction="backward")
+    assert found == ["gradient_error"] and over({"gradient_error": 0.9})[0] == []
+    assert "has an error of accumulated gradients of 0.90 (ds_compress.guard.gradient_error: 0.4)" in note
+    assert over({"gradient_error": math.nan}, direction="backward")[0] == []
+
+
+def test_residuals_that_stay_large():
+    """One small gradient makes any residual a large share."""
+    large = {**FINE, "residual_share": 338.0}
+    assert over(large)[0] == over({}, large)[0] == over(large, {})[0] == []
+    found, note = over({"residual_share": 966.4}, large)
+    assert found == ["residual"] and "a residual of 338 messages (ds_compress.guard.residual: 100)" in note
+
+
+def test_a_step_that_overflows_is_no_excess_but_two_in_a_row_are():
+    """fp16 training skips a step now and then."""
+    overflown = {**FINE, "nonfinite_share": 0.5}
+    assert over(overflown)[0] == over(overflown, {})[0] == over({}, overflown)[0] == []
+    found, note = over(overflown, overflown)
+    assert found == ["nonfinite"] and "inf or nan in 50% of all (ds_compress.guard.nonfinite: 0)" in note

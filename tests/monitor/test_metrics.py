@@ -1,10 +1,13 @@
-"""What follows from the measurements of a step, and every quantity in its place: charts, page, workspace."""
+"""What follows from the measurements of a step, and what of it is shown: charts, lines, progress."""
 
+import io
 import re
 from pathlib import Path
 
 import pytest
 
+from ds_compress.config import DIRECTIONS, Config
+from ds_compress.monitor.lines import announcement, summary
 from ds_compress.monitor.metrics import (
     CHANNEL,
     DASHBOARD,
@@ -16,6 +19,7 @@ from ds_compress.monitor.metrics import (
     transfer_ms,
     uncompressed_step_ms,
 )
+from ds_compress.monitor.progress import LINES, Progress
 
 
 @pytest.mark.parametrize("skew", [-5000.0, 0.0, 123.0])
@@ -70,3 +74,65 @@ def test_wandb_workspace_holds_the_labels_that_are_written():
     ]
     expected = [loss, *(tag for names in DASHBOARD.values() for name in names for tag in labels(3, name))]
     assert sorted(metrics) == sorted(expected)
+
+
+def channels(raw, wire, count=1):
+    totals = {"raw_bytes": raw, "wire_bytes": wire, "message_raw_bytes": raw, "message_wire_bytes": wire}
+    return [dict.fromkeys(DIRECTIONS, totals) for _ in range(count)]
+
+
+def test_nothing_is_saved_where_headers_are_all_that_is_added():
+    """A run of codec `none` once ended with "-2.2 kB saved"."""
+    line = summary(channels(1_000_000, 1_001_100), 1, 5, [], 1.0)
+    assert line == "ds_compress: 2.00 MB sent instead of 2.00 MB, 2.2 kB more (1.00x) by step 5"
+    assert "1.50 MB saved (4.00x) by step 5" in summary(channels(1_000_000, 250_000), 1, 5, [], 1.0)
+
+
+def test_boundaries_alike_are_named_once():
+    """A line on six tensors once had 779 characters."""
+    config = Config({"boundaries": {"1": {"forward": {"codec": "bf16"}}}})
+    line = announcement(config, channels(400, 200, 4), "eager", lambda place: "tensor 0 compressed")
+    message = line.split("per message: ")[1]
+    none = (
+        "forward none 400 -> 200 bytes (2.00x) [tensor 0 compressed], backward none 400 -> 200 bytes (2.00x) "
+    )
+    assert message.startswith(f"boundaries 0, 2, 3: {none}[as forward]; boundary 1: forward bf16 400 -> 200")
+
+
+def test_a_log_file_gets_a_line_every_few_percent():
+    output = io.StringIO()
+    progress = Progress("training", 1000, output=output)
+    for step in range(1, 1001):
+        progress.update(step, {"loss": "1.0"})
+    progress.close()
+    lines = output.getvalue().splitlines()
+    assert len(lines) == LINES
+    assert lines[0] == "training: 40/1000 steps, 0:00 left loss=1.0"
+    assert lines[-1] == "training: 1000/1000 steps, 0:00 left loss=1.0"
+
+
+def test_a_resumed_run_counts_on():
+    output = io.StringIO()
+    progress = Progress("training", 100, done=50, output=output)
+    progress.update(50, {})
+    assert output.getvalue() == ""
+    progress.update(52, {})
+    assert output.getvalue() == "training: 52/100 steps, 0:00 left\n"
+
+
+def test_a_terminal_gets_a_bar():
+    output = io.StringIO()
+    output.isatty = lambda: True
+    progress = Progress("training", 10, output=output)
+    progress.update(10, {"loss": "1.0"})
+    progress.close()
+    assert "10/10" in output.getvalue()
+    assert "loss=1.0" in output.getvalue()
+
+
+def test_other_ranks_write_nothing():
+    output = io.StringIO()
+    progress = Progress("training", 10, output=output, shown=False)
+    progress.update(10, {})
+    progress.say("done")
+    assert output.getvalue() == ""

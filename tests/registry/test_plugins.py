@@ -1,4 +1,4 @@
-"""Codecs and feedbacks of a user: known wherever names are, and a broken module is one line."""
+"""Codecs and feedbacks of a user are known wherever names are; what is wrong with one is one line."""
 
 import json
 import sys
@@ -7,11 +7,11 @@ import textwrap
 import pytest
 import torch
 
-from ds_compress import CompressionError, Config
+from ds_compress import Codec, CompressionError, Config, register
 from ds_compress.cli import main
 from ds_compress.codec import CODECS
-from ds_compress.feedback import FEEDBACKS
-from ds_compress.registry import plugins
+from ds_compress.feedback import FEEDBACKS, Feedback
+from ds_compress.registry import Named, Options, Registry, plugins
 from ds_compress.simulate import simulate
 from tests.support.pipeline import ds_config, train
 from tests.support.ranks import run_ranks
@@ -206,3 +206,36 @@ def test_a_broken_plugin_stops_every_rank_with_one_line(folder):
             "plugin 'my_codecs:no_such_name' of my-plugin cannot be imported: AttributeError"
         )
         assert line.endswith("[rank 0]")
+
+
+@pytest.mark.parametrize("choice", ["picky", {"name": "picky"}])
+def test_an_option_that_must_be_given(choice):
+    """By its name alone, such a codec of a user's own once ended in pydantic's error, of four lines."""
+    things: Registry[Named] = Registry("thing", Named)
+
+    @things.register("picky")
+    class Picky(Named):
+        class Options(Options):
+            bits: int
+            """There is no default."""
+
+    with pytest.raises(CompressionError, match=r"^ds_compress\.thing\.bits: missing$"):
+        things.build(choice, "ds_compress.thing")
+    assert things.build({"name": "picky", "bits": 4}, "").options.bits == 4
+
+
+def test_what_lacks_a_part_of_the_contract_is_not_registered():
+    """It once was, and ended in a TypeError of Python's own when a config named it."""
+    with pytest.raises(CompressionError, match=r"^codec 'half': .*Half does not define decode, layout$"):
+
+        @register("half")
+        class Half(Codec):
+            """Encodes alone."""
+
+            def encode(self, x, ctx):
+                return (x,)
+
+
+def test_an_old_attribute_of_a_feedback_is_refused_with_the_new_one():
+    with pytest.raises(CompressionError, match="feedback Mine: 'mirrors' is now 'has_mirrored_state'"):
+        type("Mine", (Feedback,), {"mirrors": True})

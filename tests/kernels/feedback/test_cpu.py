@@ -1,4 +1,4 @@
-"""The passes of feedbacks in C++, on every processor, against plain torch: bit for bit."""
+"""Passes of feedbacks, and messages that follow a state, in C++ on every processor: the bits of torch."""
 
 import shutil
 
@@ -8,11 +8,141 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.kernels.backends import cpu, reference
-from tests.support.codecs import assert_same_bits
+from ds_compress.kernels.feedback.reference import GROUP
+from ds_compress.kernels.numerics import LARGEST_STATE
+from ds_compress.kernels.quantize.grid import Grid
+from tests.support.codecs import any_grid, assert_same_bits
 from tests.support.kernels import EACH_TARGET, compiled_for
 from tests.support.messages import values
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+
+
+def flat(*results):
+    """All tensors of what a pass returns."""
+    return [part for result in results for part in (result if isinstance(result, tuple) else (result,))]
+
+
+@EACH_TARGET
+@settings(max_examples=200, deadline=None, database=None)
+@given(
+    bits=st.integers(1, 8),
+    size=st.sampled_from([8, 24, 32, 64, 128, 256]),
+    symmetric=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    hadamard=st.booleans(),
+    n=st.integers(1, 60),
+    special=st.sampled_from([None, float("inf"), -float("inf"), float("nan")]),
+    scale=st.sampled_from([1.0, 3.0, 1024.0, 2.0**-126]),
+    shares=st.sampled_from([(0.0, 1.0), (0.0, 0.7), (0.8, 0.2)]),
+    store=st.sampled_from(["fp32", "bf16", "int8"]),
+    seed=st.integers(0, 1000),
+)
+def test_equal_to_torch(
+    target, bits, size, symmetric, dtype, hadamard, n, special, scale, shares, store, seed
+):
+    """Sums beyond the range included, and the largest states."""
+    grid = any_grid(bits, symmetric, torch.bfloat16, hadamard, size, seed)
+    x = values(n, size, dtype, seed, special)
+    state = values(n, size, torch.float32, seed + 1).clamp(-LARGEST_STATE, LARGEST_STATE)
+    state[0, 0], x[0, 0] = LARGEST_STATE, torch.finfo(dtype).max
+    stores = {
+        "fp32": lambda: (state.clone(),),
+        "bf16": lambda: (state.bfloat16(),),
+        "int8": lambda: reference.encode_int8(state),
+    }
+    with compiled_for(target):
+        results = [
+            backend.quantize_with_residual(x, stores[store](), scale, *shares, grid, size)
+            for backend in (cpu, reference)
+        ]
+        assert_same_bits(*(flat(*result) for result in results))
+        assert_kept(stores[store](), results[0][1], x)
+        if store != "int8":
+            changes = [
+                backend.quantize_change(x, *stores[store](), scale, grid, size)
+                for backend in (cpu, reference)
+            ]
+            assert_same_bits(*(flat(*change) for change in changes))
+            assert_kept(stores[store](), changes[0][1:], x)
+            back = [
+                backend.dequantize_change(changes[1][0], *stores[store](), scale, grid, dtype)
+                for backend in (cpu, reference)
+            ]
+            assert_same_bits(*back)
+            assert_same_bits(back[0][1:], changes[0][1:])
+
+
+def assert_kept(old, new, x):
+    """A next state is finite; groups of `x` that are not finite have that of before."""
+    assert all(entry.isfinite().all() for entry in new)
+    spoilt = ~x.isfinite().all(1)
+    assert torch.equal(new[0][spoilt], old[0][spoilt])
+    if len(new) == 2:
+        its_codes = spoilt[:, None].expand(x.shape).flatten().nonzero().flatten() // GROUP
+        assert torch.equal(new[1][its_codes], old[1][its_codes])
+
+
+@EACH_TARGET
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_more_than_the_caches_hold(target, scale):
+    """What is delivered goes past the caches beyond 8 MiB of fp32."""
+    grid = any_grid(4, False, torch.bfloat16, False, 64, 1)
+    n = (9 << 20) // (4 * 64) + 5
+    x, state = (
+        values(n, 64, torch.float32, 3),
+        values(n, 64, torch.float32, 4).clamp(-LARGEST_STATE, LARGEST_STATE),
+    )
+    parts = reference.quantize_change(x, state, scale, grid, 64)[0]
+    with compiled_for(target):
+        ours = cpu.dequantize_change(parts, state.clone(), scale, grid, torch.float32)
+    assert_same_bits(ours, reference.dequantize_change(parts, state, scale, grid, torch.float32))
+
+
+@pytest.mark.parametrize(
+    "size, store", [(24, "fp32"), (128, "fp32"), (32, "int8"), (128, "int8"), (256, "int8")]
+)
+def test_groups_that_are_finite_do_not_notice_another(size, store):
+    """A message in which one group had overflowed was once sent without any residual."""
+    grid, n, together = any_grid(4, False, torch.bfloat16, False, size, 1), 40, size
+    if store == "int8":
+        together = max(size, GROUP)  # values with one scale
+    x, state = (torch.randn(n, size, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
+    spoilt = x.clone()
+    spoilt[13, 5], spoilt[39, 7] = torch.inf, torch.nan
+    others = spoilt.isfinite().view(-1, together).all(1).repeat_interleave(together)
+
+    def sent(message):
+        kept = reference.encode_int8(state) if store == "int8" else (state.clone(),)
+        parts = flat(*cpu.quantize_with_residual(message, kept, 2.0, 0.5, 0.5, grid, size))
+        return [part.flatten()[others[:: x.numel() // part.numel()]] for part in parts]
+
+    assert_same_bits(sent(spoilt), sent(x))
+
+
+def test_both_sides_come_to_the_same_state():
+    grid = any_grid(4, False, torch.bfloat16, True, 128, 1)
+    x, state = values(70, 128, torch.float32, 3).clamp(-10, 10), torch.zeros(70, 128)
+    for _ in range(20):
+        parts, mine = cpu.quantize_change(x, state.clone(), 2.0, grid, 128)
+        arrived, its = cpu.dequantize_change(parts, state, 2.0, grid, torch.float32)
+        assert torch.equal(mine, its) and torch.equal(arrived, its * 2)
+        state = mine
+    assert (arrived - x).norm() < 1e-4 * x.norm()  # A follows a message that stays
+
+
+@pytest.mark.parametrize("step", [-3e38, 3e38, torch.inf, torch.nan])
+def test_a_damaged_step_leaves_the_state_alone(step):
+    """A negative one once made a state infinite for good."""
+    grid, state = Grid(4, scale_dtype=torch.float32), torch.ones(8, 128)
+    parts = [part.clone() for part in reference.quantize(torch.randn(8, 128), grid)]
+    parts[1][3] = step
+    results = [
+        backend.dequantize_change(parts, state.clone(), 0.5, grid, torch.float32)
+        for backend in (cpu, reference)
+    ]
+    assert_same_bits(*results)
+    assert torch.equal(results[0][1][3], state[3]) and results[0][1].isfinite().all()
 
 
 @EACH_TARGET
@@ -25,7 +155,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ comp
     special=st.sampled_from([None, float("inf"), -float("inf"), float("nan")]),
     seed=st.integers(0, 1000),
 )
-def test_equal_to_torch(target, n, dtype, factor, share, special, seed):
+def test_passes_equal_torch(target, n, dtype, factor, share, special, seed):
     x = values(17, n, dtype, seed, special)
     state = values(17, n, torch.float32, seed + 1).clamp(-1e30, 1e30)
     state[0, 0], x[0, 0] = torch.finfo(torch.float32).max / 2, -torch.finfo(dtype).max  # beyond the range
