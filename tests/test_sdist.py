@@ -1,4 +1,4 @@
-"""The source distribution: all of the tree, whose tests run from it, and a description without dead links."""
+"""The source distribution has all of the tree; its pages say what options and commands say, links lead on."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from email.parser import Parser
 
 import pytest
 
-from tests.support.launch_scripts import ROOT
+from tests.support.launch_scripts import ROOT, load_script
 
 IGNORED = (ROOT / ".gitignore").read_text().replace("/", " ").split()
 LEFT_OUT = {".git", *IGNORED} - {"results", "images"}
@@ -75,3 +75,14 @@ def test_tests_run_from_it(unpacked):
         text=True,
     )
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def test_pages_are_up_to_date(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["pages.py", "--check"])
+    assert not load_script("pages").main()
+
+
+def test_the_readme_is_short(pytestconfig):
+    text = (pytestconfig.rootpath / "README.md").read_text()
+    assert len(text.split()) <= 1300
+    assert len(text.splitlines()) <= 130

@@ -1,6 +1,8 @@
 """Save, kill, resume: the continued run equals the uninterrupted one, or says what starts from zero."""
 
+import contextlib
 import functools
+import io
 import itertools
 import os
 import re
@@ -14,7 +16,18 @@ import ds_compress  # noqa: F401
 from ds_compress.checkpoint import checkpointer
 from ds_compress.checkpoint.search import ABSENT, CHANGED, DIFFERENT, RESTORED, UNREADABLE, Verdict
 from ds_compress.errors import CompressionError
-from tests.support.pipeline import MICRO_BATCHES, batches, build, channel_state, ds_config, log_lines
+from ds_compress.runtime import stage_profile
+from ds_compress.runtime.depth import MEASURED
+from ds_compress.transport.probe import LinkMeasurement
+from tests.support.pipeline import (
+    MICRO_BATCH,
+    MICRO_BATCHES,
+    batches,
+    build,
+    channel_state,
+    ds_config,
+    log_lines,
+)
 from tests.support.ranks import run_ranks
 
 SAVED, END = 2, 5
@@ -286,3 +299,46 @@ def test_a_full_disk_stops_all_ranks_and_leaves_the_checkpoint_before(full, tmp_
     assert other == f"{start}rank {full} could not write its part"
     assert (tmp_path / "latest").read_text() == "first"
     assert not list(tmp_path.rglob("*.part"))
+
+
+MANY = 9
+CHOSEN = MEASURED[-1] + 1
+AUTO = {"depth": "auto", "memory_gb": 1}
+
+
+def run_at_depth(folder, load, link, latency, micro_batches=MANY):
+    """Losses, and the depth of each batch; of a run that saves, or of one that goes on from there."""
+    stage_profile.probe = lambda sender, receiver, first: LinkMeasurement(incoming=1e9, latency=latency)
+    counts = {"gradient_accumulation_steps": micro_batches, "train_batch_size": MICRO_BATCH * micro_batches}
+    losses, depths = [], []
+    with contextlib.redirect_stdout(io.StringIO()):
+        engine, data = build(2, ds_config({"link": link}, **counts)), batches()
+        if load:
+            engine.load_checkpoint(str(folder))
+            for _ in range(CHOSEN * MANY):
+                next(data)
+        for step in range(0 if not load else CHOSEN, 2 * CHOSEN):
+            depths.append((engine.ds_compress.depth.now, engine.ds_compress.stage.ends[0].link.depth))
+            losses.append(engine.train_batch(data).item())
+            if step + 1 == CHOSEN and not load:
+                engine.save_checkpoint(str(folder))
+    return losses, depths
+
+
+def test_a_resumed_run_goes_on_at_its_depth_until_it_is_measured_anew(tmp_path):
+    whole = run_ranks(2, run_at_depth, tmp_path, False, AUTO, 0.5)
+    resumed = run_ranks(2, run_at_depth, tmp_path, True, AUTO, 0.0)
+    for (losses, depths), (again, now) in zip(whole, resumed):
+        assert again == losses[CHOSEN:]
+        assert depths[-1] > (1, 1) and now[: MEASURED[-1]] == [depths[CHOSEN]] * MEASURED[-1]
+        assert now[-1] == (1, 1)  # the link has become fast
+
+
+@pytest.mark.parametrize("link, micro_batches, expected", [
+    (AUTO, MANY + 1, 1),  # more may be under way than were when memory was measured
+    ({"depth": 2}, MANY, 2),  # the block says so
+], ids=["other micro-batches", "a fixed depth"])  # fmt: skip
+def test_what_does_not_take_the_depth_from_a_checkpoint(link, micro_batches, expected, tmp_path):
+    run_ranks(2, run_at_depth, tmp_path, False, AUTO, 0.5)
+    for _, depths in run_ranks(2, run_at_depth, tmp_path, True, link, 0.5, micro_batches):
+        assert depths[0] == (expected, expected)

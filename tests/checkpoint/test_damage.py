@@ -1,4 +1,4 @@
-"""Damaged state files: a verdict, the same kind on every rank; nothing of them is loaded or raised."""
+"""Damaged state files, and old ones: a verdict, the same kind on every rank; nothing damaged is loaded."""
 
 import logging
 import os
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_compress.checkpoint.checkpointer import state_of
-from ds_compress.checkpoint.file import write
+from ds_compress.checkpoint.file import StateFile, write
 from ds_compress.checkpoint.search import (
     ABSENT,
     CHANGED,
@@ -186,3 +186,11 @@ def test_other_steps_and_settings_are_as_before(saved, path):
     settings["4/downstream"] = {**settings["4/downstream"], "forward": {}}
     path.write_bytes(signed(path, entries, step=STEP, settings=settings))
     assert [each.status for each in found(saved)] == [CHANGED, RESTORED]
+
+
+def test_a_file_of_release_0_2_is_read(tmp_path):
+    """It has an id, and no base where its tensors are not changes to those of another file."""
+    path = tmp_path / "state.safetensors"
+    entries, old = {"4/upstream/0/lowrank/q": torch.ones(3)}, {"id": "1", "base": None, "eight_bits": {}}
+    write(path, entries, version="0.2.0", step=7, settings={}, **old)
+    assert StateFile(path).read("4/upstream/0/lowrank/q").tolist() == [1, 1, 1]

@@ -59,12 +59,6 @@ def test_acsgd_golden_epsilon_keeps_ties_from_rounding_up():
     assert roundtrip({"name": "acsgd", "bits": 3}, x).view(-1).tolist() == [-4, 1, -1, 2]
 
 
-def test_acsgd_small_gradients_survive():
-    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
-    choice = {"name": "acsgd", "bits": 8}
-    assert torch.equal(roundtrip(choice, x * 2**-90), roundtrip(choice, x) * 2**-90)
-
-
 @pytest.mark.parametrize("format, digits, normal_range", [("e4m3", 4, 2.0**-14), ("e5m2", 3, 2.0**-29)])
 @pytest.mark.parametrize("group_size", ["tensor", 16])
 def test_fp8_precision(format, digits, normal_range, group_size):

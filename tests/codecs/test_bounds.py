@@ -93,14 +93,6 @@ def test_parts(share, error):
     assert bounds.largest_part(share, 2.0) == 2.0 and bounds.random_part(1.0, 0.0) == 0.0
 
 
-def test_rounding():
-    assert bounds.rounding(torch.bfloat16, torch.float32) == 2**-8
-    assert bounds.rounding(torch.bfloat16, torch.float16) == 2**-8
-    assert (
-        bounds.rounding(torch.float32, torch.bfloat16) == bounds.rounding(torch.bfloat16, torch.bfloat16) == 0
-    )
-
-
 @pytest.mark.parametrize("name", ["none", "lossless"])
 def test_lossless_codecs_declare_no_error(name):
     assert build(name).error_bound(TensorSpec((3, 5), torch.float32)) == 0

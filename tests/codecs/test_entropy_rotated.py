@@ -19,6 +19,10 @@ def rotated(bits):
     return build({"name": "entropy", "bits": bits, "rotate": "learned"})
 
 
+def assert_alike(ours, theirs):
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
 def errors(bits):
     """Of the hidden states of a transformer, in the basis of those that crossed 20 steps before."""
     codec, before = rotated(bits), captured.transformer_before()[0]
@@ -68,7 +72,7 @@ def test_both_sides_have_the_same_bits_and_drop_the_moment():
     sender, receiver = observed(codec, x, position=1)
     send(codec, x, sender, receiver)
     assert sorted(sender.memory) == ["entropy.1.forward.16.basis"]
-    assert all(torch.equal(sender.memory[key], receiver.memory[key]) for key in sender.memory)
+    assert_alike(sender.memory, receiver.memory)
 
 
 def test_each_direction_has_a_basis_of_its_own():
@@ -124,8 +128,7 @@ def test_the_basis_follows_messages_that_drift():
             sender.step = receiver.step = step
             x = drifting(step)
             found[refresh].append(relative_error(send(codec, x, sender, receiver), x))
-            assert sender.memory.keys() == receiver.memory.keys()
-            assert all(torch.equal(sender.memory[key], receiver.memory[key]) for key in sender.memory)
+            assert_alike(sender.memory, receiver.memory)
         codec.check_memory(sender.memory)
         kept = ["entropy.0.forward.32.basis", "entropy.0.forward.since_57_1.32.moment"]
         assert sorted(sender.memory) == (kept if refresh else kept[:1])
@@ -146,8 +149,7 @@ def test_a_basis_that_is_refreshed_needs_no_warm_up():
         first = relative_error(send(codec, x, sender, receiver), x)
         other = relative_error(send(plain, x, Context(), Context()), x)
         assert first < 1.05 * other if step == 37 else first < 0.8 * other, step
-        assert sender.memory.keys() == receiver.memory.keys()
-        assert all(torch.equal(sender.memory[key], receiver.memory[key]) for key in sender.memory)
+        assert_alike(sender.memory, receiver.memory)
         codec.check_memory(sender.memory)
     assert sorted(sender.memory) == ["entropy.0.forward.32.basis", "entropy.0.forward.since_53_37.32.moment"]
     unseen = Context(training=False)
@@ -178,8 +180,7 @@ def test_evaluation_turns_nothing():
         side.training, side.step = False, 9
     before = dict(sender.memory)
     send(codec, drifting(9), sender, receiver)
-    assert before.keys() == sender.memory.keys()
-    assert all(torch.equal(value, sender.memory[key]) for key, value in before.items())
+    assert_alike(before, sender.memory)
 
 
 def test_a_message_of_nan_turns_nothing():

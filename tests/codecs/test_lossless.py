@@ -52,14 +52,6 @@ def test_every_pattern_of_a_16_bit_number(dtype):
 
 
 @pytest.mark.parametrize(
-    "view", [lambda x: x[::2], lambda x: x[:, 3], lambda x: x.T, lambda x: x[0].expand(5, -1)]
-)
-def test_views(view):
-    x = view(torch.randn(6, 8))
-    assert torch.equal(round_trip(x), x)
-
-
-@pytest.mark.parametrize(
     "dtype, ratio",
     [(torch.bfloat16, 1.47), (torch.float16, 1.17), (torch.float32, 1.19), (torch.float64, 1.12)],
 )

@@ -5,6 +5,7 @@ import ds_compress.codecs  # noqa: F401  (registers)
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.topk.selection import Selection
+from tests.support.codecs import roundtrip, send
 
 SHAPES = [(), (0,), (1,), (7,), (3, 0), (0, 5), (3, 5), (2, 3, 205)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -22,16 +23,6 @@ SELECTING = [
 
 def random(shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def send(codec, x, sender=None, receiver=None):
-    """Through encode, a check of the layout, and decode."""
-    spec = TensorSpec.of(x)
-    parts = codec.encode(x, sender or Context())
-    assert tuple((tuple(p.shape), p.dtype) for p in parts) == codec.layout(spec)
-    y = codec.decode(tuple(p.clone() for p in parts), spec, receiver or Context())
-    assert TensorSpec.of(y) == spec
-    return y
 
 
 def masked(x, selection):
@@ -93,8 +84,8 @@ def test_a_kept_zero_is_kept():
 
 def test_rows_of_a_sample_do_not_starve_each_other():
     x = torch.stack([torch.full((4,), 100.0), torch.tensor([1.0, 2.0, 3.0, 4.0])])
-    assert (send(build({"name": "topk", "density": 0.5}), x) != 0).sum(1).tolist() == [2, 2]
-    assert (send(build({"name": "topk", "density": 0.5, "rows": "tensor"}), x) != 0).sum(1).tolist() == [4, 0]
+    assert (roundtrip({"name": "topk", "density": 0.5}, x) != 0).sum(1).tolist() == [2, 2]
+    assert (roundtrip({"name": "topk", "density": 0.5, "rows": "tensor"}, x) != 0).sum(1).tolist() == [4, 0]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -155,19 +146,3 @@ def test_reuse_without_a_selection_is_refused():
     ctx.selection = Selection.at(torch.tensor([0, 1]), 4)
     with pytest.raises(CompressionError, match="kept 2 entries, expected 1"):
         codec.encode(torch.ones(4), ctx)
-
-
-def test_pairing():
-    forward = build({"name": "topk", "density": 0.3, "rows": "tensor"})
-    followed = build({"name": "topk", "indices": "reuse"}).paired_with(forward)
-    assert (followed.options.density, followed.options.rows) == (0.3, "tensor")
-    independent = build({"name": "topk", "density": 0.2})
-    assert independent.paired_with(forward) is independent
-    with pytest.raises(CompressionError, match="0.2 backward.* 0.3 in forward 'topk'"):
-        build({"name": "topk", "indices": "reuse", "density": 0.2}).paired_with(forward)
-
-
-def test_reuse_with_nothing_to_reuse_sends_indices_and_says_so():
-    codec = build({"name": "topk", "indices": "reuse", "density": 0.2}).paired_with(build("bf16"))
-    assert (codec.options.indices, codec.options.density) == ("auto", 0.2)
-    assert "'bf16' selects no entries" in codec.note

@@ -27,6 +27,8 @@ def block_with(path: str, value: object) -> object:
     return value
 
 
+LEARNED = {"name": "entropy", "rotate": "learned"}
+ACCORDION = {"name": "accordion", "backward": {"bits": [8, 4]}}
 BAD = [
     ("foward", {}, ": unknown key", "did you mean 'forward'"),
     ("codec", "topk", ": unknown key", "allowed: enabled, recipe, quality, forward"),
@@ -155,6 +157,70 @@ BAD = [
     ),
     ("recipe", "topk_10", ": 'topk_10' is not a recipe (did you mean 'topk10'?)", "topk10"),
     ("recipe", "autos", ": 'autos' is not a recipe (did you mean 'auto'?)", ""),
+    # replicas
+    ("replicas", {"codec": LEARNED}, ".codec: entropy(rotate=learned) is not allowed between replicas", ""),
+    ("replicas", {"codec": "lowrank", "every": 30}, ".codec: lowrank is not allowed", ""),
+    (
+        "replicas",
+        {"codec": "lowrank", "feedback": "ef_mixed"},
+        ".feedback: 'ef_mixed' is not allowed with",
+        "",
+    ),
+    ("replicas", {"codec": "lossless"}, ".codec: lossless is not allowed", ""),
+    ("replicas", {"codec": topk(indices="reuse")}, ".codec: topk(indices=reuse) is not allowed", ""),
+    ("replicas", {"codec": "quantise"}, ".codec: 'quantise' is not registered", "did you mean 'quantize'?"),
+    ("replicas", {"codec": "quantize", "feedback": "ef21"}, ".feedback: 'ef21' is not allowed", ""),
+    ("replicas", {"codec": "quantize", "feedback": "aqsgd"}, ".feedback: 'aqsgd' is not allowed", ""),
+    ("replicas", {"codec": "quantize", "every": 0}, ".every: 0 is not allowed", ""),
+    (
+        "replicas",
+        {"codec": LEARNED, "every": 30},
+        ".codec: entropy(rotate=learned) is not allowed between",
+        "",
+    ),
+    ("replicas", {"every": 30, "parameters": 4}, ".parameters: 4 is not allowed with every above 1", ""),
+    ("replicas", {"outer": {}, "warmup_steps": 9}, ".warmup_steps: 9 is not allowed with every above 1", ""),
+    ("replicas.outer", {"momentum": 1.0}, ".momentum: 1.0 is not allowed", ""),
+    (
+        "replicas",
+        {"every": 30, "outer": {"delay": 31}},
+        ".outer.delay: 31 is not allowed with",
+        "from 0 to 30",
+    ),
+    ("replicas.outer", {"delayed": False}, ".delayed: unknown key (did you mean 'delay'?)", ""),
+    ("replicas", {"parameters": 4}, ".parameters: 4 is not allowed with codec 'none'", ""),
+    ("replicas.parameters", 5, ": 5 is not allowed; allowed: 'none', 4, 8", ""),
+    ("replicas", {"bucket_mb": 0}, ".bucket_mb: 0 is not allowed", ""),
+    ("replicas", "quantize", ": 'quantize' is not allowed: should be an object", ""),
+    *(
+        ("replicas", {"codec": "quantize", "feedback": "ef", "policy": policy}, f".policy{start}", "")
+        for policy, start in (
+            ({**ACCORDION, "forward": {"bits": [8, 4]}}, ".forward: replicas exchange gradients"),
+            ("accordion", ".backward: replicas exchange gradients"),
+            ({**ACCORDION, "backward": {"rank": [8, 4]}}, ".backward.rank: codec 'quantize'"),
+            ({**ACCORDION, "backward": {"bits": [4, 8]}}, ".backward: bits 8 came after bits 4"),
+            ({**ACCORDION, "name": "budget", "error": 0.1}, ": 'budget' is not allowed between replicas"),
+        )
+    ),
+    # feedbacks
+    ("forward.feedback", {"name": "ef", "scope": "sample"}, ".scope: 'sample' is not allowed", ""),
+    ("backward", {"feedback": "aqsgd"}, ".feedback: 'aqsgd' is not for this direction", ""),
+    *(
+        (
+            "forward",
+            {"codec": "quantize", "feedback": aqsgd(first_visit=first)},
+            f".feedback.first_visit{start}",
+            "",
+        )
+        for first, start in (
+            ("lossless", ": 'lossless' cannot send first visits"),
+            ({"name": "lowrank", "rank": 2}, ": 'lowrank' cannot send first visits"),
+            (topk(indices="reuse"), ": 'topk' cannot send first visits"),
+            ("quantise", ": 'quantise' is not registered (did you mean 'quantize'"),
+            (quantize(bits=9), ".bits: 9"),
+            (4, ": 4 is neither a name nor an object"),
+        )
+    ),
 ]
 """JSON path, what is there, how the message goes on after the path, what else it says; options that a codec
 refuses by itself: codecs/test_codecs.py."""
@@ -176,8 +242,30 @@ BAD_BLOCKS = [
         ".backward.codec: topk.rows: 'tensor' backward with indices 'reuse'",
         "'sample' in forward 'topk'",
     ),
+    (
+        {"forward": {"codec": "topk"}, "backward": {"codec": topk(indices="reuse"), "feedback": "ef_mixed"}},
+        ".backward.feedback: 'ef_mixed' cannot split",
+        "",
+    ),
+    (
+        {
+            "forward": {"feedback": "aqsgd"},
+            "boundaries": {"1": {"forward": {"feedback": aqsgd(scope="micro_batch")}}},
+        },
+        "",
+        "want different sample ids",
+    ),
+    (
+        {
+            **LOSSY,
+            "guard": {"action": "relax"},
+            "policy": {"name": "budget", "error": 0.1, "forward": {"bits": [8, 4]}},
+        },
+        ".guard.action: 'relax' is not allowed: policy 'budget'",
+        "",
+    ),
     ({"warmup_epochs": 1, "warmup_steps": 5}, ".warmup_epochs: 1 came", "use one"),
-    ({"forward": {"codec": {"name": "entropy", "rotate": "learned"}}}, ".warmup_steps: 0", "'entropy'"),
+    ({"forward": {"codec": LEARNED}}, ".warmup_steps: 0", "'entropy'"),
     ({"seed": 1, "eval": "x", "min_numel": "y"}, ".eval: 'x'", "(and 1 more)"),
     (
         {"link": {"memory_gb": 2.0}},

@@ -64,14 +64,14 @@ def test_compilers_start_for_training_alone(codec, times, monkeypatch):
     assert len(started) == times
 
 
-def test_reuse_takes_the_density_of_forward():
+def test_reuse_takes_density_and_rows_of_forward():
     codecs = Config(
         {
-            "forward": {"codec": {"name": "topk", "density": 0.25}},
+            "forward": {"codec": {"name": "topk", "density": 0.25, "rows": "tensor"}},
             "backward": {"codec": {"name": "topk", "indices": "reuse"}},
         }
     ).codecs(None)
-    assert codecs.backward.settings["density"] == 0.25
+    assert (codecs.backward.settings["density"], codecs.backward.settings["rows"]) == (0.25, "tensor")
 
 
 def test_boundaries_must_exist():
@@ -229,3 +229,18 @@ def test_a_feedback_beside_a_coarse_biased_codec_of_gradients_is_warned_of(feedb
 )
 def test_other_feedbacks_are_not_warned_of(block):
     assert not Config(block).notes
+
+
+@pytest.mark.parametrize("codec", ["quantize", "topk", "fp8", "bf16", "entropy", "randomk", "lowrank"])
+def test_codecs_without_state_are_allowed_between_replicas(codec):
+    assert Config({"replicas": {"codec": codec}}).replica_codec.name == codec
+
+
+@pytest.mark.parametrize("options", [None, {}, {"codec": "none", "feedback": "ef"}])
+def test_nothing_is_compressed_between_replicas_unless_asked_for(options):
+    assert Config({"replicas": options}).replica_codec is None
+
+
+@pytest.mark.parametrize(("every", "delay"), [(30, 2), (2, 2), (1, 1)])
+def test_a_round_is_applied_before_the_next_one_begins(every, delay):
+    assert Config({"replicas": {"every": every, "outer": {}}}).outer.delay == delay

@@ -1,13 +1,17 @@
-"""How many Python calls of ours a message costs, and in how many files; counted on real ranks, with messages
-long enough for C++."""
+"""How many Python calls of ours a message costs, on real ranks, and a codec for one long tensor."""
 
+import shutil
 import sys
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 import ds_compress
+from ds_compress.codec import Context, TensorSpec
+from ds_compress.codec import build as build_codec
 from tests.support.pipeline import MICRO_BATCH, WIDTH, batches, build, ds_config
 from tests.support.ranks import run_ranks
 
@@ -18,6 +22,15 @@ MOST = 24
 MOST_FILES = 14
 KINDS = {"run_pass": "sent", "run_send": "sent", "run_receive": "received"}
 """What functions are there for, with all that they call; an eager message leaves when it is computed."""
+
+
+@contextmanager
+def profiled(look):
+    sys.setprofile(look)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
 
 
 def calls_in_a_step(engine, data):
@@ -36,11 +49,8 @@ def calls_in_a_step(engine, data):
         elif event == "return" and frame is outermost:
             outermost = None
 
-    sys.setprofile(count)
-    try:
+    with profiled(count):
         engine.train_batch(data)
-    finally:
-        sys.setprofile(None)
     return found
 
 
@@ -67,3 +77,46 @@ def test_calls(link):
             assert 10 < sum(calls.values()) + shared <= MOST, (wanted, shared, calls)
             files = {name.partition(":")[0] for name in calls}
             assert len(files) <= MOST_FILES, (wanted, files)
+
+
+def calls(function):
+    """What `function` returns, and how many functions of ours it calls."""
+    found = Counter()
+
+    def count(frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(OURS):
+            found[f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}"] += 1
+
+    with profiled(count):
+        return function(), found
+
+
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+
+
+def calls_of(codec, x):
+    """Those of encoding into a packet, and of decoding."""
+    spec, ctx = TensorSpec.of(x), Context()
+    codec.decode(codec.encode(x, ctx), spec, Context())  # compiles, and remembers the shape
+    memory = codec.encode(x, ctx)
+    parts, encoding = calls(lambda: codec.encode(x, ctx, memory))
+    return encoding, calls(lambda: codec.decode(parts, spec, ctx))[1]
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize(
+    "choice",
+    [{}, {"bits": 5, "scheme": "symmetric", "scale_dtype": "fp32"}, {"group_size": 64, "hadamard": True}],
+    ids=str,
+)
+def test_quantize_calls_three(choice):
+    """Codec, backend, and the call of C++, which checks its arguments. It was 23 and 20, then 6."""
+    encoding, decoding = calls_of(build_codec({"name": "quantize", **choice}), torch.randn(4, 256, 512))
+    assert encoding.total() <= 3 and decoding.total() <= 3, (encoding, decoding)
+
+
+@NEEDS_COMPILER
+def test_topk_calls_fifteen():
+    """Codec, selection, backend, index coding, the cast of values, C++. It was 27 and 29."""
+    encoding, decoding = calls_of(build_codec("topk"), torch.randn(4, 256, 512))
+    assert encoding.total() <= 15 and decoding.total() <= 15, (encoding, decoding)

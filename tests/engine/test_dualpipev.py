@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import deepspeed
 import pytest
 import torch
-from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
 import ds_compress  # noqa: F401  (hooks the engine)
@@ -14,7 +13,6 @@ from ds_compress.engine.subspace import SubspacePipeline
 from ds_compress.errors import CompressionError
 from tests.support.pipeline import (
     WIDTH,
-    Block,
     Causal,
     batches,
     ds_config,
@@ -165,33 +163,6 @@ def test_masks_and_tables_are_sent_uncompressed_and_hidden_states_are_not():
         assert found == losses
         for (_, direction), nbytes in sent.items():
             assert nbytes == (3 if direction == "forward" else 2) * MICRO_BATCHES * message
-
-
-class Gated(Block):
-    """Passes on a float mask, beside a hidden state in whole numbers."""
-
-    def __init__(self, last=False):
-        super().__init__()
-        self.last = last
-
-    def forward(self, inputs):
-        x, mask = inputs if isinstance(inputs, tuple) else (inputs, (inputs > 0).float())
-        x = super().forward(x.float() * mask)
-        return x if self.last else ((1e3 * x).long(), mask)
-
-
-def evaluate_gated(block):
-    engine = build(2, block, [LayerSpec(Gated, last=number == 3) for number in range(4)])
-    loss = engine.eval_batch(batches()).item()
-    session = getattr(engine, "ds_compress", None)
-    return loss, [channel.sent.wire_bytes for channel in session.stage.sending] if session else None
-
-
-def test_a_lone_mask_is_sent_uncompressed():
-    """The only float tensor of a message was taken for the hidden state."""
-    (loss, sent), (other, _) = run_ranks(2, evaluate_gated, CAST)
-    assert loss == other == run_ranks(2, evaluate_gated, None)[0][0]
-    assert sum(sent) == MICRO_BATCHES * (4 * 8 * WIDTH * (8 + 4) + 32)
 
 
 def announced(block):

@@ -1,13 +1,28 @@
 """The mixin on real ranks: bytes, evaluation, announcements, and the ways other projects use the engine."""
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.engine import attach as attach_module
 from ds_compress.errors import CompressionError
-from tests.support.pipeline import MICRO_BATCHES, batches, build, ds_config, printed_lines, train
+from tests.support import programs
+from tests.support.pipeline import (
+    MICRO_BATCH,
+    MICRO_BATCHES,
+    WIDTH,
+    batches,
+    build,
+    ds_config,
+    packets_handed_over,
+    printed_lines,
+    train,
+)
+from tests.support.pipeline_kinds import fp16_on_cpu
+from tests.support.programs import Program, with_schedule
 from tests.support.ranks import run_ranks
 
 TOPK = {
@@ -20,20 +35,8 @@ LINKS = ["blocking", "eager"]
 
 def count_bytes(block, stages):
     """(bytes of uint8 tensors given to torch.distributed, bytes the channels report) of this rank."""
-    handed_over = []
-
-    def counting(original):
-        def send(tensor, *args, **kwargs):
-            if tensor.dtype is torch.uint8:
-                handed_over.append(tensor.numel())
-            return original(tensor, *args, **kwargs)
-
-        return send
-
     engine = build(stages, ds_config(block))
-    torch.distributed.send = counting(torch.distributed.send)
-    torch.distributed.isend = counting(torch.distributed.isend)
-    data = batches()
+    handed_over, data = packets_handed_over(), batches()
     for _ in range(3):
         engine.train_batch(data)
     engine.eval_batch(data)
@@ -81,17 +84,6 @@ def test_evaluation_leaves_training_as_it_was(how, link):
     (without, _), _ = run_ranks(2, train_and_evaluate, block, 0)
     assert with_evaluation == without
     assert len(evaluated) == 8
-
-
-def test_eval_option_decides_what_crosses():
-    """Before any training step the weights are equal, so only the messages can make a difference."""
-
-    def first_evaluation(block):
-        return build(2, ds_config(block)).eval_batch(batches()).item()
-
-    stock = run_ranks(2, first_evaluation, None)[0]
-    assert run_ranks(2, first_evaluation, {**TOPK, "eval": "uncompressed"})[0] == stock
-    assert run_ranks(2, first_evaluation, TOPK)[0] != stock
 
 
 def announcement(block, stages):
@@ -199,25 +191,6 @@ def test_old_releases_are_refused(monkeypatch):
     attach_module.check_release(PipelineEngine, module)
 
 
-def raw_steps(samples, epochs, steps=5):
-    """Which of the first training steps sent uncompressed packets."""
-    data = batches()
-    dataset = [next(data)[0][0] for _ in range(samples)]
-    engine = build(2, ds_config({**TOPK, "warmup_epochs": epochs}), training_data=[(x, x) for x in dataset])
-    channel, raw = engine.ds_compress.stage.sending[0], []
-    for step in range(steps):
-        before = channel.sent.wire_bytes
-        engine.train_batch()
-        if channel.sent.wire_bytes - before > 0.9 * channel.sent.latest.raw_bytes * MICRO_BATCHES:
-            raw.append(step)
-    return raw
-
-
-def test_warmup_may_be_counted_in_epochs():
-    """16 samples a step: 24 samples are two steps, the second of them partly of the next epoch."""
-    assert run_ranks(2, raw_steps, 24, 2) == [[0, 1, 2, 3]] * 2
-
-
 def epochs_of_unknown_length():
     with pytest.raises(
         CompressionError, match="ds_compress.warmup_epochs: 1 is not allowed where the length"
@@ -227,3 +200,92 @@ def epochs_of_unknown_length():
 
 def test_warmup_epochs_need_an_epoch():
     run_ranks(2, epochs_of_unknown_length)
+
+
+LINES = [
+    (Program(), {}, "link eager;"),
+    (Program(), {"link": {"mode": "blocking"}}, "link blocking;"),
+    (Program(before_batch=lambda engine, step: engine.reset_activation_shape()), {}, "link eager;"),
+    (Program(module={"dynamic_shape": True}), {}, "link eager;"),
+    (Program(with_schedule(programs.TwiceSchedule)), {}, "but every message in the order of the schedule;"),
+    (Program(with_schedule(programs.OnceOnly)), {}, "but every message in the order of the schedule;"),
+    (Program(), {"link": {"depth": 2}}, "link eager, depth 2;"),
+    (Program(), {"link": {"depth": 9}}, "link eager, depth 3 instead of 9 (too few micro-batches);"),
+    (Program(module={"dynamic_shape": True}), {"link": {"depth": 2}}, "link eager, depth 2;"),
+    (Program(module={"dynamic_shape": True}), {"link": {"depth": "auto"}}, "auto, 1 because of dynamic"),
+    (
+        Program(with_schedule(programs.TwiceSchedule)),
+        {"link": {"depth": 2}},
+        "depth 2 has no effect on this schedule, but every message in the order of the schedule;",
+    ),
+]
+
+
+def active_lines():
+    """Return the start-up lines of each program on this rank."""
+    found = []
+    for program, block, _ in LINES:
+        with printed_lines("active") as lines:
+            programs.train(program, block)
+        found.append(lines)
+    return found
+
+
+def test_the_line():
+    first, other = run_ranks(2, active_lines)
+    assert not any(other)
+    for (line,), (_, block, expected) in zip(first, LINES, strict=True):
+        assert expected in line, block
+
+
+BF16 = {"forward": {"codec": "bf16"}, "backward": {"codec": "bf16"}, "min_numel": 0}
+
+
+def compressed_steps(sizes, samples):
+    """The steps, with so many micro-batches each, in which this rank compressed what it sent."""
+    x = torch.randn(samples, 8, WIDTH, generator=torch.Generator().manual_seed(1))
+    data = torch.utils.data.TensorDataset(x, torch.sin(3 * x))
+    engine = build(2, ds_config({**BF16, "warmup_epochs": 2}), training_data=data)
+    (channel,) = engine.ds_compress.stage.sending
+    steps = []
+    for step, micro_batches in enumerate(sizes):
+        engine.set_train_batch_size(MICRO_BATCH * micro_batches)
+        before = channel.sent.raw_bytes - channel.sent.wire_bytes
+        engine.train_batch()
+        if channel.sent.raw_bytes - channel.sent.wire_bytes > before:
+            steps.append(step)
+    return steps
+
+
+@pytest.mark.parametrize(
+    "sizes, samples, first",
+    [
+        ((4,) * 5, 24, 4),  # 16 samples a step: the second of an epoch is partly of the next one
+        ((4,) * 10, 64, 8),
+        ((4,) * 4 + (8,) * 4, 64, 6),
+        ((8,) * 2 + (4,) * 6, 64, 6),
+        ((4,) * 3 + (16,) * 4, 64, 5),
+    ],
+    ids=["not whole", "same", "larger", "smaller", "not whole later"],
+)
+@pytest.mark.extended(keep=2)
+def test_warmup_epochs_are_epochs_of_the_batch_size_in_force(sizes, samples, first):
+    """Once they were so many steps of the first batch size."""
+    for steps in run_ranks(2, compressed_steps, sizes, samples):
+        assert steps == list(range(first, len(sizes)))
+
+
+def evaluate_before_there_is_an_optimizer(block):
+    fp16_on_cpu()
+    config = ds_config(block, fp16={"enabled": True, "initial_scale_power": 8})
+    del config["optimizer"]
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    engine = build(2, config)
+    engine.optimizer = None
+    return engine.eval_batch(batches(dtype=torch.float16)).item()
+
+
+def test_fp16_evaluation_needs_no_optimizer():
+    """Some programs configure it late."""
+    stock = run_ranks(2, evaluate_before_there_is_an_optimizer, None)
+    assert run_ranks(2, evaluate_before_there_is_an_optimizer, {}) == stock

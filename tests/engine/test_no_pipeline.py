@@ -1,13 +1,14 @@
-"""The key is never ignored in silence: engines without messages to compress warn, or refuse a bad block."""
+"""The key is never ignored in silence: engines that compress nothing warn, and accelerate's compress."""
 
 import logging
 
 import deepspeed
 import pytest
 import torch
+from deepspeed.pipe import PipelineModule
 
 import ds_compress  # noqa: F401  (hooks the engine)
-from tests.support.pipeline import build, ds_config, layers
+from tests.support.pipeline import batches, build, ds_config, layers, log_lines, loss_fn, train
 from tests.support.programs import warnings_of_ours
 from tests.support.ranks import run_ranks
 
@@ -128,3 +129,49 @@ def test_where_compression_is_required_every_rank_stops(starts, number):
 @pytest.mark.parametrize("name", ["required", "required by the environment", "not required", "required: 0"])
 def test_what_compresses_or_is_not_required_starts(starts, name):
     assert [error for _, error in starts[name]] == ["", ""]
+
+
+BLOCK = {"forward": {"codec": {"name": "quantize", "bits": 4}}, "backward": {"codec": "bf16"}, "min_numel": 1}
+STEPS = 3
+
+
+def prepared(model, config):
+    """What `accelerate launch --use_deepspeed` has a script do, with the plugin from a DeepSpeed config."""
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+        plugin = DeepSpeedPlugin(hf_ds_config={**config, "zero_optimization": {"stage": 0}})
+        return Accelerator(deepspeed_plugin=plugin).prepare(model)
+
+
+def pipeline(config):
+    torch.manual_seed(1)
+    options = {"loss_fn": loss_fn, "partition_method": "uniform", "seed_layers": True}
+    engine = prepared(PipelineModule(layers(), num_stages=2, **options), config)
+    data = batches()
+    return [engine.train_batch(data).item() for _ in range(STEPS)]
+
+
+def test_a_pipeline_is_compressed_as_without_accelerate():
+    config = ds_config(BLOCK)
+    expected = [found["losses"] for found in run_ranks(2, train, 2, config, STEPS)]
+    assert run_ranks(2, pipeline, config) == expected
+    assert run_ranks(2, pipeline, {**config, "train_batch_size": "auto"}) == expected
+    del config["train_batch_size"]
+    assert run_ranks(2, pipeline, config) == expected
+    assert expected != [found["losses"] for found in run_ranks(2, train, 2, ds_config(), STEPS)]
+
+
+def plain(config):
+    lines = log_lines()
+    engine = prepared(torch.nn.Linear(4, 4), config)
+    return type(engine).__name__, lines
+
+
+def test_of_another_model_it_is_said_that_nothing_is_compressed():
+    (first, lines), other = run_ranks(2, plain, ds_config(BLOCK, replicas=2))
+    assert first == "DeepSpeedEngine" and other == (first, [])
+    assert len(lines) == 1 and 'the "ds_compress" key has no effect' in lines[0]
+    assert "DeepSpeedEngine is not a pipeline" in lines[0]

@@ -5,7 +5,6 @@ import torch
 
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.config import Config
-from ds_compress.errors import CompressionError
 from ds_compress.feedback import FEEDBACKS
 from tests.support.codecs import SETTING_IDS, SETTINGS, AQPair, FourBits, Pair, ids, topk
 
@@ -133,14 +132,6 @@ def test_settings_and_name_show_the_feedback():
     assert codecs.settings["forward"]["name"] == "bf16"
     assert str(codecs.forward) == "bf16 + ef(scope=micro_batch)"
     assert "feedback" not in codecs.settings["backward"]
-
-
-def test_refusals():
-    with pytest.raises(CompressionError, match="forward.feedback.scope: 'sample' is not allowed"):
-        Config({"forward": {"feedback": {"name": "ef", "scope": "sample"}}})
-    reuse = {"codec": {"name": "topk", "indices": "reuse"}, "feedback": "ef_mixed"}
-    with pytest.raises(CompressionError, match="backward.feedback: 'ef_mixed' cannot split"):
-        Config({"forward": {"codec": "topk"}, "backward": reuse})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)

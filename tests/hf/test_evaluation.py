@@ -17,7 +17,6 @@ from ds_compress.cli import main
 from ds_compress.cli.runs import _read_wandb, _wandb_records
 from ds_compress.hf.settings import LearningRate, read_settings
 from ds_compress.hf.training import FinetuneRun
-from tests.hf.test_input_checks import refusal
 from tests.support.finetuning import BLOCK, DS_CONFIG, losses, prepare
 from tests.support.ranks import run_ranks
 
@@ -173,20 +172,3 @@ def stopped_after(path, steps):
     done._save = save_and_stop
     with pytest.raises(KeyboardInterrupt):
         done.run()
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"early_stop": 2}, "train.json.early_stop: counts evaluations, but eval_every is 0; set both"),
-        (
-            {
-                "lr_schedule": {"name": "linear"},
-                "ds_config": {**DS_CONFIG, "scheduler": {"type": "WarmupLR", "params": {}}},
-            },
-            'train.json.lr_schedule: ds_config has a "scheduler", too; leave one of the two out',
-        ),
-    ],
-)
-def test_contradictions_are_refused(tmp_path, changes, expected):
-    assert refusal(prepare(tmp_path), **changes) == expected

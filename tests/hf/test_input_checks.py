@@ -46,19 +46,41 @@ def path(prepared):
     prepared.write_text(content)
 
 
-def test_sequences_longer_than_the_model_has_positions(path):
-    """Sequences longer than the position table once ended in `IndexError` and a lost peer."""
-    assert refusal(path, sequence_length=65) == (
+REFUSED = {
+    # they once ended in IndexError and a lost peer
+    "sequences longer than the position table": (
+        {"sequence_length": 65},
         "train.json.sequence_length: 65 is not allowed: the model's config.json has "
-        '"max_position_embeddings" for 64 tokens; should be at most that'
-    )
+        '"max_position_embeddings" for 64 tokens; should be at most that',
+    ),
+    # it was said of the tokenizer, which was looked for first, that the hub could not be reached
+    "a model that is not there": (
+        {"model": "nowhere"},
+        "nowhere: model.safetensors is missing; should be the folder of a ",
+    ),
+    # it was an assertion inside DeepSpeed, after the model had been read
+    "ZeRO-2": (
+        {"ds_config": {**DS_CONFIG, "zero_optimization": {"stage": 2}}},
+        "train.json.ds_config.zero_optimization.stage: 2 is not allowed: DeepSpeed's pipelines support 0",
+    ),
+    "fp16 without loss scaling": ({"dtype": "fp16", "lora": None}, 'train.json.dtype: "fp16" needs "fp16": '),
+    "an early stop without evaluations": (
+        {"early_stop": 2},
+        "train.json.early_stop: counts evaluations, but eval_every is 0; set both",
+    ),
+    "two schedules": (
+        {
+            "lr_schedule": {"name": "linear"},
+            "ds_config": {**DS_CONFIG, "scheduler": {"type": "WarmupLR", "params": {}}},
+        },
+        'train.json.lr_schedule: ds_config has a "scheduler", too; leave one of the two out',
+    ),
+}
 
 
-def test_a_model_that_is_not_there(path):
-    """It was once said of the tokenizer, which was looked for first, that the hub could not be reached."""
-    assert refusal(path, model="nowhere").startswith(
-        "nowhere: model.safetensors is missing; should be the folder of a "
-    )
+@pytest.mark.parametrize("changes, line", REFUSED.values(), ids=REFUSED)
+def test_refusals(path, changes, line):
+    assert refusal(path, **changes).startswith(line)
 
 
 def test_tokens_of_another_vocabulary(path, tmp_path):
@@ -88,18 +110,6 @@ def test_more_stages_than_processes(path):
         "the number of stages\n"
     )
     assert run_ranks(2, code_and_output, path) == 2 * [(2, line)]
-
-
-def test_zero_2(path):
-    """It was once an assertion inside DeepSpeed, after the model had been read."""
-    assert refusal(path, ds_config={**DS_CONFIG, "zero_optimization": {"stage": 2}}) == (
-        "train.json.ds_config.zero_optimization.stage: 2 is not allowed: DeepSpeed's pipelines support 0 "
-        "and 1"
-    )
-
-
-def test_all_parameters_in_fp16_without_loss_scaling(path):
-    assert refusal(path, dtype="fp16", lora=None).startswith('train.json.dtype: "fp16" needs "fp16": ')
 
 
 def test_machines_with_other_settings_or_other_text(path, tmp_path):

@@ -4,7 +4,6 @@ import itertools
 import json
 
 import pytest
-import torch
 
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.cli import main
@@ -12,7 +11,15 @@ from ds_compress.config import DIRECTIONS
 from ds_compress.monitor.metrics import label
 from launch.demo import summarize
 from tests.support.launch_scripts import read_run
-from tests.support.pipeline import MICRO_BATCH, MICRO_BATCHES, WIDTH, batches, build, ds_config
+from tests.support.pipeline import (
+    MICRO_BATCH,
+    MICRO_BATCHES,
+    WIDTH,
+    batches,
+    build,
+    ds_config,
+    packets_handed_over,
+)
 from tests.support.ranks import run_ranks
 
 STEPS = 4
@@ -26,19 +33,8 @@ BLOCK = {
 
 def train_counting_packets(config):
     """Return the sizes of the uint8 tensors handed to torch.distributed in train_lm.py's training."""
-    packets = []
-
-    def counting(original):
-        def send(tensor, *args, **kwargs):
-            if tensor.dtype is torch.uint8:
-                packets.append(tensor.nbytes)
-            return original(tensor, *args, **kwargs)
-
-        return send
-
     engine = build(2, config)
-    torch.distributed.send = counting(torch.distributed.send)
-    torch.distributed.isend = counting(torch.distributed.isend)
+    packets = packets_handed_over()
     data = itertools.cycle(itertools.islice(batches(), MICRO_BATCHES))
     for _ in range(STEPS):
         engine.train_batch(data)

@@ -18,14 +18,21 @@ def message(number, shape=(ROWS, WIDTH)):
     return [torch.randn(*shape, generator=torch.Generator().manual_seed(number))]
 
 
+def evaluated(directions, micro_batches):
+    """The candidate with these settings, and what is measured of it on messages of these micro-batches."""
+    candidate = Candidate(
+        "", {"forward": {"codec": "none"}, "backward": {"codec": "none"}} | directions, False
+    )
+    boundary = Boundary(0, Config({"min_numel": 0}))
+    boundary.begin_step()
+    return candidate, evaluate(boundary, candidate, [micro_batches] * 2, clock_for(CPU))
+
+
 def error(feedback, numbers, **shapes):
     """Of gradients, where the micro-batches have the messages with these numbers."""
     backward = {"codec": {"name": "quantize", "bits": 4}, "feedback": feedback}
-    candidate = Candidate("", {"forward": {"codec": "none"}, "backward": backward}, False)
-    boundary = Boundary(0, Config({"min_numel": 0}))
-    boundary.begin_step()
-    pair = [{place: message(n, **shapes.get(str(place), {})) for place, n in enumerate(numbers)}] * 2
-    return evaluate(boundary, candidate, pair, clock_for(CPU))["backward"]["error"]
+    messages = {place: message(n, **shapes.get(str(place), {})) for place, n in enumerate(numbers)}
+    return evaluated({"backward": backward}, messages)[1]["backward"]["error"]
 
 
 def in_training(feedback, count=40):
@@ -66,11 +73,8 @@ def test_gradients_are_within_a_class_by_what_does_not_average_out():
     found = {}
     for rounding in ("nearest", "dither"):
         codec = {"name": "entropy", "bits": 1.5, "rounding": rounding}
-        candidate = Candidate("", {"forward": {"codec": "none"}, "backward": {"codec": codec}}, True)
-        boundary = Boundary(0, Config({"min_numel": 0}))
-        boundary.begin_step()
-        pair = [{number: gradient(number) for number in range(REPEATS)}] * 2
-        measured = evaluate(boundary, candidate, pair, clock_for(CPU))
+        messages = {number: gradient(number) for number in range(REPEATS)}
+        candidate, measured = evaluated({"backward": {"codec": codec}}, messages)
         assert measured["forward"]["gradient_error"] == 0
         found[rounding] = to_evaluation(candidate, measured)
     biased, unbiased = found["nearest"], found["dither"]
@@ -89,14 +93,10 @@ def correlated(number):
 
 def test_a_codec_that_learns_is_measured_after_it_has_learned():
     """Its first message is in no basis yet: `auto` took the recipe "safe" for worse than it is."""
-    boundary, errors = Boundary(0, Config({"min_numel": 0})), {}
-    pair = [{number: correlated(number) for number in range(REPEATS)}] * 2
+    errors, messages = {}, {number: correlated(number) for number in range(REPEATS)}
     for options in ({}, {"rotate": "learned", "refresh_steps": 16}):
         codec = {"name": "entropy", "bits": 3, **options}
-        candidate = Candidate("", {"forward": {"codec": codec}, "backward": {"codec": "none"}}, False)
-        boundary.begin_step()
-        measured = evaluate(boundary, candidate, pair, clock_for(CPU))
-        errors[bool(options)] = measured["forward"]["error"]
+        errors[bool(options)] = evaluated({"forward": {"codec": codec}}, messages)[1]["forward"]["error"]
     assert errors[True] < errors[False] / 2
 
 

@@ -2,7 +2,7 @@
 
 import json
 import sys
-import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,42 +16,14 @@ from ds_compress.simulate import simulate
 from tests.support.pipeline import ds_config, train
 from tests.support.ranks import run_ranks
 
-MINE = '''
-    """A codec in twenty lines."""
-
-    import torch
-    from pydantic import Field
-
-    from ds_compress import Codec, CodecOptions, register
-
-
-    @register("sign")
-    class Sign(Codec):
-        """Signs, times the mean magnitude."""
-
-        class Options(CodecOptions):
-            gain: float = Field(1.0, gt=0, le=2)
-            """What the magnitude is multiplied by."""
-
-        def layout(self, spec):
-            return (spec.shape, torch.int8), ((), torch.float32)
-
-        def encode(self, x, ctx):
-            x = x.contiguous()
-            mean = x.abs().float().mean() if x.numel() else torch.zeros((), device=x.device)
-            return x.sign().nan_to_num_().to(torch.int8), mean * self.options.gain
-
-        def decode(self, parts, spec, ctx):
-            signs, magnitude = parts
-            return (signs * magnitude).to(spec.dtype)
-
-        def error_bound(self, spec):
-            return 1.0
-
-        def gaussian_error_bound(self, spec):
-            return 0.7
-'''
-BLOCK = {"forward": {"codec": {"name": "sign", "gain": 1.25}}, "backward": {"codec": "sign"}, "min_numel": 0}
+PAGE = Path(__file__).parents[2] / "docs" / "write-a-codec.md"
+MINE = PAGE.read_text().split("```python\n")[1].split("```")[0]
+"""The codec of the page, "sign", with the option `dtype`."""
+BLOCK = {
+    "forward": {"codec": {"name": "sign", "dtype": "bf16"}},
+    "backward": {"codec": "sign"},
+    "min_numel": 0,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +45,7 @@ def forget(monkeypatch):
 def folder(tmp_path, monkeypatch):
     """The working directory, with a module `my_codecs` and a config that names its codec."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_codecs.py").write_text(textwrap.dedent(MINE))
+    (tmp_path / "my_codecs.py").write_text(MINE)
     (tmp_path / "ds_config.json").write_text(json.dumps({"ds_compress": BLOCK}))
     return tmp_path
 
@@ -114,8 +86,8 @@ def test_every_command_knows_it(command, place, folder, capsys):
 def test_it_is_listed_with_its_options(folder, capsys):
     assert main(["list", "--json", "--import", "my_codecs"]) == 0
     listed = {codec["name"]: codec for codec in json.loads(capsys.readouterr().out)["codecs"]}
-    assert listed["sign"]["summary"] == "Signs, times the mean magnitude."
-    assert listed["sign"]["options"]["gain"]["description"] == "What the magnitude is multiplied by."
+    assert listed["sign"]["summary"] == "Send one bit per value and the mean magnitude."
+    assert listed["sign"]["options"]["dtype"]["description"] == "Dtype in which the mean magnitude is sent."
 
 
 def test_the_same_module_may_come_several_ways(folder, capsys):
@@ -165,7 +137,7 @@ BROKEN = {
         MINE.replace("(CodecOptions)", "(__import__('pydantic').BaseModel)"),
         "Sign.Options does not derive from CodecOptions, so unknown keys would pass",
     ),
-    "name": (MINE.replace("gain: float", "name: str = ''\n            gain: float"), 'has an option "name"'),
+    "name": (MINE.replace("dtype: L", "name: str = ''\n        dtype: L"), 'has an option "name"'),
 }
 
 
@@ -173,7 +145,7 @@ BROKEN = {
 @pytest.mark.parametrize("place", ["my_codecs", "my_codecs.py", "installed"])
 def test_a_broken_module_is_one_line(kind, place, folder, capsys):
     code, reason = BROKEN[kind]
-    (folder / "my_codecs.py").write_text(textwrap.dedent(code))
+    (folder / "my_codecs.py").write_text(code)
     if place == "installed":
         install(folder)
     assert main(["list", *([] if place == "installed" else ["--import", place])]) == 2

@@ -1,40 +1,43 @@
 """What the monitor says of gradients between replicas."""
 
-import contextlib
 import csv
-import io
-import logging
 
 import pytest
 
 from ds_compress.monitor.metrics import REPLICAS
-from tests.support.pipeline import batches, build, ds_config
+from tests.support.pipeline import batches, build, ds_config, log_lines, printed_lines
 from tests.support.ranks import run_ranks
 from tests.support.replicas import WIDE, wide_layers
 
 QUANTIZE = {"replicas": {"codec": {"name": "quantize", "bits": 4}, "feedback": "ef"}, "monitor": {"every": 2}}
 
 
-def watched(stages, config):
-    """The lines of a run, and the bytes that torch.distributed was given beside those to this rank itself."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+def watched(stages, config, steps=4):
+    """The line at the start, the engine's parts that count and tell, what was logged, and the weights."""
+    logged = log_lines()
+    with printed_lines("ds_compress") as lines:
         engine = build(stages, config, wide_layers())
         data = batches(engine.grid.get_data_parallel_id(), shape=(8, WIDE))
-        for _ in range(4):
+        for _ in range(steps):
             engine.train_batch(data)
-    lines = [line for line in printed.getvalue().splitlines() if line.startswith("ds_compress")]
-    return lines, engine.ds_compress.monitor.summary(), engine.ds_compress.gradients.exchange.sent
+    return {
+        "lines": lines,
+        "summary": engine.ds_compress.monitor.summary(),
+        "sent": engine.ds_compress.gradients.exchange.sent,
+        "values": engine.ds_compress.gradients.values(),
+        "logged": [line for line in logged if "replicas" in line],
+        "weights": [parameter.sum().item() for parameter in engine.module.parameters()],
+    }
 
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_values_of_each_stage_are_written(stages, tmp_path):
     sink = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
     results = run_ranks(2 * stages, watched, stages, ds_config(QUANTIZE, replicas=2, csv_monitor=sink))
-    (line,), summary, _ = results[0]
+    (line,), summary = results[0]["lines"], results[0]["summary"]
     assert line.endswith("gradients between replicas: quantize(bits=4) + ef")
     assert ("per message" in line) == (stages == 2)
-    sent = [results[0][2], results[-1][2]][:stages]
+    sent = [results[0]["sent"], results[-1]["sent"]][:stages]
     for stage, counters in enumerate(sent):
         found = {}
         for path in (tmp_path / "run").glob(f"Train_Compression_replicas_stage_{stage}_*.csv"):
@@ -56,21 +59,11 @@ def test_values_of_each_stage_are_written(stages, tmp_path):
 
 def test_measuring_changes_nothing(tmp_path):
     sink = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
-    with_sink = run_ranks(2, final_weights, ds_config(QUANTIZE, replicas=2, csv_monitor=sink))
-    assert with_sink == run_ranks(2, final_weights, ds_config(QUANTIZE, replicas=2))
-
-
-def warnings_of(config, steps):
-    """The warnings of this rank, and the last error of averages added up."""
-    lines = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("ds_compress").addHandler(handler)
-    engine = build(1, config, wide_layers())
-    data = batches(engine.grid.get_data_parallel_id(), shape=(8, WIDE))
-    for _ in range(steps):
-        engine.train_batch(data)
-    return [line for line in lines if "replicas" in line], engine.ds_compress.gradients.values()
+    ours, plain = (
+        run_ranks(2, watched, 1, ds_config(QUANTIZE, replicas=2, **sinks))
+        for sinks in ({"csv_monitor": sink}, {})
+    )
+    assert [each["weights"] for each in ours] == [each["weights"] for each in plain]
 
 
 @pytest.mark.parametrize(
@@ -86,16 +79,9 @@ def warnings_of(config, steps):
 def test_the_guard_warns_of_errors_that_add_up(codec, warns):
     """Without a monitor: rank 0 warns once. A large error that averages out is no harm."""
     block = {"replicas": {"codec": codec}, "guard": {"every": 8}, "monitor": {"every": 0}}
-    (lines, values), (others, _) = run_ranks(2, warnings_of, ds_config(block, replicas=2), 17)
-    assert len(lines) == warns and not others
+    first, other = run_ranks(2, watched, 1, ds_config(block, replicas=2), 17)
+    lines, values = first["logged"], first["values"]
+    assert len(lines) == warns and not other["logged"]
     assert all("stage 0: topk(density=0.01) has an error of" in line for line in lines)
     assert (values["gradient_error"] > 0.4) == warns
     assert codec["name"] != "entropy" or values["relative_error"] > 0.3
-
-
-def final_weights(config):
-    engine = build(1, config, wide_layers())
-    data = batches(engine.grid.get_data_parallel_id(), shape=(8, WIDE))
-    for _ in range(4):
-        engine.train_batch(data)
-    return [parameter.sum().item() for parameter in engine.module.parameters()]

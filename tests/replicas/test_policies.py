@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.simulate import SimulatedReplicas
 from tests.replicas.test_checkpoints import FP32, ZERO_1
@@ -82,26 +81,6 @@ def test_a_resumed_run_equals_one_that_went_on(codec, tmp_path):
     went_on = run_ranks(2, save_and_go_on, tmp_path, config)
     assert run_ranks(2, resume, tmp_path, config) == went_on
     assert went_on[0]["bits"][-1] == 4
-
-
-@pytest.mark.parametrize(
-    ("policy", "words"),
-    [
-        ({**ACCORDION, "forward": {"bits": [8, 4]}}, "replicas.policy.forward: replicas exchange gradients"),
-        ("accordion", "replicas.policy.backward: replicas exchange gradients"),
-        ({**ACCORDION, "backward": {"rank": [8, 4]}}, "replicas.policy.backward.rank: codec 'quantize'"),
-        ({**ACCORDION, "backward": {"bits": [4, 8]}}, "replicas.policy.backward: bits 8 came after bits 4"),
-        (
-            {"name": "budget", "backward": {"bits": [8, 4]}, "error": 0.1},
-            "replicas.policy: 'budget' is not allowed between replicas",
-        ),
-    ],
-    ids=str,
-)
-def test_others_are_refused_with_their_place(policy, words):
-    with pytest.raises(CompressionError) as error:
-        Config(block(policy))
-    assert str(error.value).startswith(f"ds_compress.{words}")
 
 
 def test_simulated_replicas_follow_the_policy():

@@ -1,5 +1,9 @@
-"""Rounds in a real store, of replicas with two slots, each a thread: who is in, and what all have then."""
+"""Rounds of replicas, with two slots each, in a real store, and in that of the command among strangers."""
 
+import contextlib
+import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
@@ -13,6 +17,8 @@ from ds_compress.errors import CompressionError
 from ds_compress.replicas import rounds as rounds_module
 from ds_compress.replicas.outer_step import Anchor, DeltaCodec, DeltaPart
 from ds_compress.replicas.rounds import PREFIX, Position, Rounds
+from ds_compress.replicas.store import connect
+from tests.support.network import disturb, eventually, flood
 
 SLOTS, NUMEL = 2, 20_000
 SETTINGS = {"ds_compress": "0.3", "ds_compress.replicas.every": 30}
@@ -70,6 +76,17 @@ class Launch:
 
     def catch_up(self):
         return [self.pool.submit(rounds.catch_up, self.position, NUMEL, "own") for rounds in self.slots]
+
+    def join(self, other, learned):
+        """Take over what `other` has after a round in which it learns that; be announced for the next."""
+        futures = self.catch_up()
+        while self.number not in other.slots[0]._numbers("wants"):
+            pass
+        play([other], [learned])
+        self.anchors, positions = zip(*(future.result(PATIENCE) for future in futures))
+        self.position = positions[0]
+        assert_alike([other, self])
+        self.slots[0].announce(self.position.round)
 
 
 def play(launches, learned):
@@ -204,14 +221,7 @@ def test_a_newcomer_takes_anchor_and_momentum(store):
     play([first], [0.1])
     newcomer = Launch(store, digest="another")
     assert newcomer.is_newcomer
-    futures = newcomer.catch_up()
-    while newcomer.number not in first.slots[0]._numbers("wants"):
-        pass
-    play([first], [0.2])
-    newcomer.anchors, positions = zip(*(future.result(PATIENCE) for future in futures))
-    newcomer.position = positions[0]
-    assert_alike([first, newcomer])
-    newcomer.slots[0].announce(newcomer.position.round)
+    newcomer.join(first, 0.2)
     results = play([first, newcomer], [0.1, 0.1])
     assert results[0][0].members == (1, 2)
     assert_alike([first, newcomer])
@@ -259,13 +269,7 @@ def test_one_that_is_killed_in_its_turn_and_comes_back_is_caught_up(store):
     assert result.members == (first.number,) and moved(first, start) == pytest.approx(0.1, abs=0.01)
     back = Launch(store, digest="of its checkpoint", lr=1.0, momentum=0.0)
     assert back.is_newcomer and back.number == 3
-    futures = back.catch_up()
-    while back.number not in first.slots[0]._numbers("wants"):
-        pass
-    play([first], [0.1])
-    back.anchors, positions = zip(*(future.result(30) for future in futures))
-    back.position = positions[0]
-    back.slots[0].announce(back.position.round)
+    back.join(first, 0.1)
     results = play([first, back], [0.1, 0.1])
     assert results[0][0].members == (first.number, back.number)
     assert_alike([first, back])
@@ -378,3 +382,60 @@ def test_one_that_is_far_behind_needs_another_anchor(store):
 def test_a_position_names_all_outcomes():
     one, other = Position(0, "a").after("x"), Position(0, "a").after("y")
     assert one.round == other.round == 1 and one != other and one.after("x") != other.after("x")
+
+
+@contextlib.contextmanager
+def serving(soft_limit=None):
+    """The command; yield a connection to its store, and the process."""
+    words = [sys.executable, "-m", "ds_compress", "replica-store", "--port", "0"]
+    words = ["bash", "-c", f'ulimit -S -n {soft_limit}; exec "$@"', "bash", *words] if soft_limit else words
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        line = process.stdout.readline()
+        port = int(line.split("port ")[1].split(";")[0])
+        yield TCPStore("127.0.0.1", port, is_master=False), process
+        assert process.poll() is None
+        process.terminate()
+
+
+def test_strangers_at_the_port_leave_rounds_alone():
+    """Bytes of all kinds, and more connections than the process may have open by default.
+
+    Few of either: torch looks up a name for each connection, which takes long where names have no server.
+    """
+    with serving(soft_limit=64) as (store, _), flood(store.port, 50):
+        first = Launch(store)
+        disturb([store.port])
+        ended = threading.Event()
+
+        def run():
+            while not ended.is_set():
+                disturb([store.port])
+
+        strangers = threading.Thread(target=run)
+        strangers.start()
+        try:
+            second = Launch(store)
+            for _ in range(3):
+                results = play([first, second], (0.1, 0.2))
+                assert all(result.members == (1, 2) for own in results for result in own)
+        finally:
+            ended.set()
+            strangers.join()
+        assert_alike([first, second])
+
+
+def test_a_port_that_says_nothing_is_no_store():
+    """Launches would wait for ever: torch sets no limit for the first answer. A thread that waited for it as
+    the interpreter ended aborted the process: "terminate called without an active exception"."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(5)
+        with pytest.raises(RuntimeError, match="does not answer; is it `ds-compress replica-store`?"):
+            connect(f"127.0.0.1:{silent.getsockname()[1]}", seconds=0.1)
+        eventually(lambda: "ds_compress_connect" not in [each.name for each in threading.enumerate()])
+
+
+@pytest.mark.parametrize("address", ["", "host", ":1", "host:0", "host:65536", "host:٣", "host:1:x"])
+def test_what_is_no_address_is_refused(address):
+    with pytest.raises(CompressionError, match="set it to HOST:PORT"):
+        connect(address)

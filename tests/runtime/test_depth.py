@@ -50,6 +50,12 @@ WITH_STATE = at_depths(
 )
 
 
+def each_kind(*fast):
+    """The kinds of pipeline, `fast` ones first; others are slow."""
+    slow = (pytest.param(name, marks=pytest.mark.slow) for name in KINDS if name not in fast)
+    return [*fast, *slow]
+
+
 def different(mine, other):
     same = same_weights(mine["weights"], other["weights"])
     return [key for key in ("losses", "evaluated") if mine[key] != other[key]] + ["weights"] * (not same)
@@ -70,25 +76,15 @@ def check(name, blocks, **changes):
             assert not different(runs[block], reference), block
 
 
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("name", each_kind(*FAST))
 @pytest.mark.extended(keep=1)
 def test_none_equals_stock(name):
     check(name, NONE)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in KINDS if name not in FAST])
-def test_none_equals_stock_in_every_kind(name):
-    check(name, NONE)
-
-
-def test_codecs_with_a_loss_give_the_same_too():
-    check("tensor", LOSSY)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in KINDS if name != "tensor"])
-def test_codecs_with_a_loss_give_the_same_in_every_kind(name):
+@pytest.mark.parametrize("name", each_kind("tensor"))
+@pytest.mark.extended(keep=1)
+def test_codecs_with_a_loss_give_the_same_too(name):
     check(name, LOSSY)
 
 

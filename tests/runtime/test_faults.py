@@ -32,27 +32,32 @@ SAYS = {
     "cut-loss": r"rank \d (did not answer within|was not heard of for) 3 s",
 }
 FAST = [
-    ("kill", 1, "eager"),
-    ("stop", 2, "eager"),
-    ("cut", 1, "eager"),
-    ("header", 0, "blocking"),
-    ("cut-loss", 0, "eager"),
-    ("stop-reduce", 1, "blocking"),
-    ("stop-save", 1, "eager"),
-    ("stop-load", 0, "blocking"),
-    ("crash-reduce", 2, "blocking"),
-    ("kill-exchange", 1, "eager"),
-    ("stop-exchange", 2, "eager"),
+    ("kill", 1, "eager", 1),
+    ("stop", 2, "eager", 1),
+    ("cut", 1, "eager", 1),
+    ("header", 0, "blocking", 1),
+    ("cut-loss", 0, "eager", 1),
+    ("stop-reduce", 1, "blocking", 1),
+    ("stop-save", 1, "eager", 1),
+    ("stop-load", 0, "blocking", 1),
+    ("crash-reduce", 2, "blocking", 1),
+    ("kill-exchange", 1, "eager", 1),
+    ("stop-exchange", 2, "eager", 1),
+    ("stop", 1, "eager", 3),
 ]
-ALL = [
-    (fault, at, mode)
+SLOW = [
+    pytest.param(fault, at, mode, depth, marks=pytest.mark.slow)
     for fault in FAULTS
     for at in range(FAULTS[fault].ranks)
-    for mode in ("eager", "blocking")
+    for mode, depth in (("eager", 1), ("blocking", 1), ("eager", 3))
+    if (fault, at, mode, depth) not in FAST
 ]
 
 
-def check(fault, at, mode, depth=1):
+@pytest.mark.parametrize("fault, at, mode, depth", [*FAST, *SLOW])
+@pytest.mark.extended(keep=2)
+def test_living_ranks_stop(fault, at, mode, depth):
+    """Once those that stood in a collective of DeepSpeed stood there for its 30 minutes."""
     if not FAULTS[fault].possible:
         pytest.skip("two hosts cannot be made here")
     endings = run(fault, at, mode, depth)
@@ -61,30 +66,6 @@ def check(fault, at, mode, depth=1):
     assert all(ending.code == 1 for ending in living), living
     assert all(len(ending.messages) == 1 and not ending.chained for ending in living), living
     assert any(re.search(SAYS[fault].format(at=at), ending.messages[0]) for ending in living), living
-
-
-@pytest.mark.parametrize("fault, at, mode", FAST)
-@pytest.mark.extended(keep=2)
-def test_living_ranks_stop(fault, at, mode):
-    """Once those that stood in a collective of DeepSpeed stood there for its 30 minutes."""
-    check(fault, at, mode)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault, at, mode", [case for case in ALL if case not in FAST])
-def test_living_ranks_stop_everywhere(fault, at, mode):
-    check(fault, at, mode)
-
-
-@pytest.mark.extended
-def test_living_ranks_stop_at_depth_3():
-    check("stop", 1, "eager", depth=3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault, at", sorted({(fault, at) for fault, at, _ in ALL}))
-def test_living_ranks_stop_everywhere_at_depth_3(fault, at):
-    check(fault, at, "eager", depth=3)
 
 
 @pytest.mark.parametrize("at", [0, 2])

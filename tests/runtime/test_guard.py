@@ -25,26 +25,11 @@ def block(forward, backward=None, **guard):
     return {"forward": forward, "backward": backward or {"codec": "bf16"}, "min_numel": 0, "guard": guard}
 
 
-class Lines(logging.Handler):
-    """What the package logs."""
-
-    def __init__(self):
-        super().__init__()
-        self.logged = []
-        logger = logging.getLogger("ds_compress")
-        logger.addHandler(self)
-        logger.setLevel(logging.INFO)
-
-    def emit(self, record):
-        self.logged.append((record.levelname, record.getMessage()))
-
-    def of_the_guard(self):
-        return [(level, line) for level, line in self.logged if line.startswith("ds_compress: ")]
-
-
 def trained(stages, config, steps=3, specs=None, evaluate=False, engine_of=None, watched=True):
     """Losses of training, what the guard measured and said, and what is left on the engine."""
-    log, events = Lines(), []
+    logged, events, logger = [], [], logging.getLogger("ds_compress")
+    logger.setLevel(logging.INFO)
+    logger.addFilter(lambda record: logged.append((record.levelname, record.getMessage())) or True)
     engine = build(stages, config, specs)
     if engine_of:
         engine_of(engine)
@@ -64,9 +49,9 @@ def trained(stages, config, steps=3, specs=None, evaluate=False, engine_of=None,
         "losses": losses,
         "weights": weights(engine),
         "cost": [value for name, value, _ in events if name == "Train/Compression/loss_cost"],
-        "logged": log.of_the_guard(),
+        "logged": [(level, line) for level, line in logged if line.startswith("ds_compress: ")],
         "error": error,
-        "warned": [line for level, line in log.logged if line.startswith("boundary ")],
+        "warned": [line for _, line in logged if line.startswith("boundary ")],
         "written": len(events),
         "evaluated": evaluated,
         "total": getattr(engine, "total_loss", None),

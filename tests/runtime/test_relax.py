@@ -5,7 +5,6 @@ from torch import nn
 
 from ds_compress.config import Config
 from ds_compress.config.recipes import with_changes
-from ds_compress.errors import CompressionError
 from ds_compress.runtime.guard import relax
 from tests.support.pipeline import Block, batches, build, ds_config, log_lines, skip_steps
 from tests.support.ranks import run_ranks
@@ -143,9 +142,3 @@ def test_replicas_act_alike_and_one_is_enough():
     assert ranks[0]["codecs"][-1][1] == "none"
     assert all(rank["losses"] == ranks[0]["losses"] for rank in ranks)
     assert "boundary 1, backward: an error of accumulated gradients of " in ranks[0]["logged"][0]
-
-
-def test_not_together_with_a_policy():
-    policy = {"name": "budget", "error": 0.1, "forward": {"bits": [8, 4]}}
-    with pytest.raises(CompressionError, match="guard.action: 'relax' is not allowed: policy 'budget'"):
-        Config({**block(), "policy": policy})

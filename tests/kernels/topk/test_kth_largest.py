@@ -17,12 +17,23 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ comp
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
 
 
+KINDS = ["normal", "tied", "not finite", "outliers", "relu", "constant", "rising"]
+
+
 def rows_of(kind, rows, d, seed):
     x = torch.randn(rows, d, generator=torch.Generator().manual_seed(seed))
     if kind == "tied":
         x = (2 * x).round()
     elif kind == "zeros":
         x[:, seed % d :] = -0.0
+    elif kind == "outliers":
+        x[:, [3, 100, -1]] *= 20
+    elif kind == "relu":
+        x = x.relu()
+    elif kind == "constant":
+        x = torch.full_like(x, 3.0)
+    elif kind == "rising":
+        x = torch.arange(float(rows * d)).view(rows, d)
     elif kind == "not finite":
         x[0, :: seed % 7 + 1], x[-1, seed % d] = torch.nan, -torch.inf
     return x
@@ -65,10 +76,11 @@ def test_the_largest_of_short_rows(target, rows, d, share, kind, dtype, seed):
 
 @EACH_TARGET
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("kind", ["normal", "tied", "not finite", "the sample misleads"])
-def test_the_largest_of_long_rows(target, dtype, kind):
+@pytest.mark.parametrize("density", [0.001, 0.1, 0.6])
+@pytest.mark.parametrize("kind", [*KINDS, "the sample misleads"])
+def test_the_largest_of_long_rows(target, dtype, density, kind):
     d = 4099
-    x, k = rows_of(kind, 2, d, 1).to(dtype), d // 10
+    x, k = rows_of(kind, 2, d, 1).to(dtype), int(density * d)
     if kind == "the sample misleads":  # to a band that is far too high
         x[:, :: first_look(d, k)[0]] += 100
     with compiled_for(target):
