@@ -1,7 +1,9 @@
-"""The source distribution has all of the tree; its pages say what options and commands say, links lead on."""
+"""The source distribution, pages, Dockerfile and batch script: nothing missing, no dead links."""
 
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from email.parser import Parser
 
 import pytest
 
+from tests.support.finetuning import losses, prepare
 from tests.support.launch_scripts import ROOT, load_script
 
 IGNORED = (ROOT / ".gitignore").read_text().replace("/", " ").split()
@@ -86,3 +89,74 @@ def test_the_readme_is_short(pytestconfig):
     text = (pytestconfig.rootpath / "README.md").read_text()
     assert len(text.split()) <= 1300
     assert len(text.splitlines()) <= 130
+
+
+DOCKERFILE = ROOT / "deploy" / "Dockerfile"
+SLURM = ROOT / "deploy" / "finetune.slurm"
+
+SRUN = f"""#!{sys.executable}
+import subprocess, sys
+words = [word for word in sys.argv[1:] if not word.startswith("--kill-on-bad-exit")]
+words[0] = sys.executable if words[0] == "python" else words[0]
+tasks = [subprocess.Popen(words) for _ in range(2)]
+sys.exit(max(task.wait() for task in tasks))
+"""
+
+
+def instructions():
+    """Of the Dockerfile: (name, words)."""
+    text = re.sub(r"\\\n", " ", DOCKERFILE.read_text())
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return [tuple(line.split(maxsplit=1)) for line in lines]
+
+
+def test_the_dockerfile_copies_what_is_there_and_runs_what_a_shell_can_read():
+    found = instructions()
+    assert {name for name, _ in found} <= {"FROM", "ARG", "RUN", "WORKDIR", "COPY", "CMD"}
+    assert found[0][0] == "FROM"
+    for name, words in found:
+        if name == "COPY":
+            *sources, _ = words.split()
+            assert [source for source in sources if not (ROOT / source).exists()] == []
+        elif name == "RUN":
+            subprocess.run(["sh", "-n", "-c", words], check=True)
+        elif name == "CMD":
+            assert json.loads(words) == ["ds-compress", "doctor"]
+    given = {words.partition("=")[0] for name, words in found if name == "ARG"}
+    used = set(re.findall(r"\$([A-Z_]+)", DOCKERFILE.read_text()))
+    assert used == given
+
+
+def test_what_the_dockerfile_copies_is_enough_to_install():
+    """setup.py reads these; tests/kernels/test_library.py makes a wheel of no more."""
+    copied = {word for name, words in instructions() if name == "COPY" for word in words.split()[:-1]}
+    assert copied == {"pyproject.toml", "setup.cfg", "setup.py", "README.md", "LICENSE", "ds_compress"}
+
+
+def test_slurm_can_read_the_batch_script():
+    subprocess.run(["bash", "-n", SLURM], check=True)
+    lines = SLURM.read_text().splitlines()
+    directives = [number for number, line in enumerate(lines) if line.startswith("#SBATCH")]
+    first = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+    assert directives and max(directives) < first, "sbatch reads none after the first command"
+    for number in directives:
+        (word,) = shlex.split(lines[number])[1:]
+        assert re.fullmatch(
+            "--(job-name|nodes|ntasks-per-node|cpus-per-task|time|requeue|open-mode|output)(=.+)?", word
+        )
+
+
+@pytest.mark.slow
+def test_a_job_over_two_machines_is_looked_at_and_trained(tmp_path):
+    settings = prepare(tmp_path)
+    (tmp_path / "bin").mkdir()
+    for name, text in {"srun": SRUN, "scontrol": "#!/bin/sh\necho localhost\necho other\n"}.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "both", "SLURM_NNODES": "2", "SLURM_JOB_ID": str(os.getpid())}
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, **job, "PATH": path, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run([SLURM, settings], env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "good  clocks differ" in done.stdout and "perplexity after: " in done.stderr
+    assert sorted(losses(tmp_path / "out")) == [1, 2, 3, 4, 5, 6]

@@ -25,7 +25,7 @@ TESTS = (
     "tests/engine/test_engine.py",
     "tests/simulate",
     "tests/engine/test_dualpipev.py",
-    "tests/test_autoload.py",
+    "tests/test_public_names.py",
 )
 
 

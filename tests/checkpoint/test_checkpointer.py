@@ -128,10 +128,7 @@ def test_resuming_equals_going_on(name, replicas, tmp_path):
 
 @pytest.mark.parametrize(
     "codec",
-    [
-        {"name": "lowrank", "rank": 8},
-        {"name": "entropy", "bits": 3, "rotate": "learned", "refresh_steps": 2},
-    ],
+    [{"name": "lowrank", "rank": 8}, {"name": "entropy", "bits": 3, "rotate": "learned", "refresh_steps": 2}],
     ids=lambda codec: codec["name"],
 )
 @pytest.mark.extended(keep=1)
@@ -194,16 +191,19 @@ def test_a_damaged_side_resets_both(tmp_path):
     assert all(torch.tensor(upstream["losses"]).isfinite())
 
 
-LEARNED = {"name": "entropy", "bits": 3, "rotate": "learned"}
+def lose_a_file(folder, rank):
+    """Save a run whose codecs learn, without the file of a rank; return its config."""
+    direction = {"codec": {"name": "entropy", "bits": 3, "rotate": "learned"}}
+    block = {"forward": direction, "backward": direction, "min_numel": 0, "warmup_steps": 2}
+    ranks(2, 2, ds_config(block), folder, end=SAVED)
+    (folder / f"global_step{SAVED}" / f"ds_compress_pp0{rank}_dp00_tp00.safetensors").unlink()
+    return ds_config(block)
 
 
 def test_a_lost_file_sends_codecs_that_learn_through_their_warm_up_again(tmp_path):
     """It said that state starts from zero, and the first step ended: "it needs warmup_steps >= 1"."""
-    direction = {"codec": LEARNED}
-    block = {"forward": direction, "backward": direction, "min_numel": 0, "warmup_steps": 2}
-    ranks(2, 2, ds_config(block), tmp_path, end=SAVED)
-    (tmp_path / f"global_step{SAVED}" / "ds_compress_pp01_dp00_tp00.safetensors").unlink()
-    upstream, downstream = ranks(2, 2, ds_config(block), tmp_path, start=SAVED, end=SAVED + 3)
+    config = lose_a_file(tmp_path, 1)
+    upstream, downstream = ranks(2, 2, config, tmp_path, start=SAVED, end=SAVED + 3)
     assert all(torch.tensor(upstream["losses"]).isfinite())
     assert upstream["warnings"] == [
         f"ds_compress: {tmp_path}/global_step{SAVED}: state of channels starts from zero: the checkpoint has "
@@ -228,12 +228,9 @@ def in_the_middle_of_a_second_warm_up(ds_config, folder, interrupts):
 
 
 def test_a_second_warm_up_goes_on_after_a_restart(tmp_path):
-    direction = {"codec": LEARNED}
-    block = {"forward": direction, "backward": direction, "min_numel": 0, "warmup_steps": 2}
-    ranks(2, 2, ds_config(block), tmp_path, end=SAVED)
-    (tmp_path / f"global_step{SAVED}" / "ds_compress_pp00_dp00_tp00.safetensors").unlink()
+    config = lose_a_file(tmp_path, 0)
     whole, again = (
-        run_ranks(2, in_the_middle_of_a_second_warm_up, ds_config(block), tmp_path, interrupts)
+        run_ranks(2, in_the_middle_of_a_second_warm_up, config, tmp_path, interrupts)
         for interrupts in (False, True)
     )
     assert whole == again

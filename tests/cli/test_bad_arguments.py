@@ -1,13 +1,12 @@
 """Whatever is wrong with a command's arguments or files: one line, exit code 2."""
 
-import csv
-
 import pytest
 import torch
 
 from ds_compress.cli import main
 from ds_compress.monitor.metrics import label
 from ds_compress.version import __version__
+from tests.support.launch_scripts import write_csv
 
 CHECK = ["check", "DS_CONFIG", "--stages", "2", "--shape", "4,1024"]
 ADVISE = [
@@ -100,8 +99,7 @@ LOSS = "Train_Samples_train_loss.csv"
     ],
 )
 def test_a_damaged_run_is_named(name, content, tmp_path, capsys):
-    with open(tmp_path / LOSS, "w") as file:
-        csv.writer(file).writerows([("step", "train_loss"), (1, 2.0)])
+    write_csv(tmp_path, "Train/Samples/train_loss", [(1, 2.0)])
     if name.endswith("wandb"):
         (tmp_path / LOSS).unlink()
     (tmp_path / name).write_text(content, errors="surrogateescape")
@@ -109,8 +107,7 @@ def test_a_damaged_run_is_named(name, content, tmp_path, capsys):
 
 
 def test_a_report_that_cannot_be_written(tmp_path, capsys):
-    with open(tmp_path / LOSS, "w") as file:
-        csv.writer(file).writerows([("step", "train_loss"), (1, 2.0)])
+    write_csv(tmp_path, "Train/Samples/train_loss", [(1, 2.0)])
     (tmp_path / "out").write_text("a file")
     assert str(tmp_path / "out") in refusal(["report", str(tmp_path), "--out", str(tmp_path / "out")], capsys)
 

@@ -1,10 +1,11 @@
-"""ds-compress doctor: what a machine says of itself, and what is made of what several say."""
+"""ds-compress doctor: what a machine says of itself, what several say, and how they are reached."""
 
 import copy
 import json
 import os
 import re
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from ds_compress.cli.doctor.findings import findings
 from ds_compress.version import __version__
 from launch.ports import reserved_port
 from tests.support.interpreters import interpreter
+from tests.support.launch_scripts import ROOT
+from tests.support.network import ADDRESSES, WIRE, logins, reason_for_none, two_hosts
 
 VERSIONS = {"python": "3.11.7", "ds_compress": "1", "torch": "2", "deepspeed": "0.19.8", "transformers": "5"}
 LO = {"name": "lo", "addresses": ["127.0.0.1"], "mbit": 0, "mtu": 65536}
@@ -65,39 +68,30 @@ def test_nothing_is_found_where_all_is_well():
 
 
 NAMED_LO = {"gloo_interface": "lo", "gloo_because": "the name b is 127.0.1.1"}
+MISSPELT = {"gloo_interface": "eht0", "gloo_because": "GLOO_SOCKET_IFNAME"}
+OVER_IB = {"interfaces": [LO, ETH, IB], "way": "ib0"}
+
+
+def versions(**others):
+    return {"versions": {**VERSIONS, **others}}
 
 
 @pytest.mark.parametrize(
     "changes, level, message, do",
     [
-        (
-            {"versions": {**VERSIONS, "torch": "3"}},
-            "bad",
-            "torch differs: 2 on a; 3 on b",
-            "the same version",
-        ),
-        ({"versions": {**VERSIONS, "python": "3.12"}}, "look", "python differs: 3.11.7 on a; 3.12 on b", ""),
-        (
-            {"versions": {**VERSIONS, "transformers": None}},
-            "look",
-            "transformers differs: 5 on a; none on",
-            "",
-        ),
+        (versions(torch="3"), "bad", "torch differs: 2 on a; 3 on b", "the same version"),
+        (versions(python="3.12"), "look", "python differs: 3.11.7 on a; 3.12 on b", ""),
+        (versions(transformers=None), "look", "transformers differs: 5 on a; none on", ""),
         ({"switched_on": False}, "bad", "does not load ds_compress by itself on b", machine.AUTOLOAD),
         ({"kernels": None}, "look", "no C++ kernels on b", "apt install g++"),
         (NAMED_LO, "bad", "b would not be found: gloo takes lo, as the name b", "GLOO_SOCKET_IFNAME=eth0"),
         (
-            {"gloo_interface": "eht0", "gloo_because": "GLOO_SOCKET_IFNAME"},
+            MISSPELT,
             "bad",
             "gloo takes eht0, as GLOO_SOCKET_IFNAME; interfaces: eth0",
-            "on b set GLOO_SOCKET_IFNAME=eth0",
+            "GLOO_SOCKET_IFNAME=eth0",
         ),
-        (
-            {"interfaces": [LO, ETH, IB], "way": "ib0"},
-            "look",
-            "b reaches rank 0 over ib0, but gloo takes eth0",
-            "GLOO_SOCKET_IFNAME=ib0",
-        ),
+        (OVER_IB, "look", "b reaches rank 0 over ib0, but gloo takes eth0", "GLOO_SOCKET_IFNAME=ib0"),
         ({"ahead_ms": 5000.0}, "look", "the clock of b is 5.0 s ahead of that of a", "time server"),
         ({"ahead_ms": -5000.0}, "look", "the clock of b is 5.0 s behind that of a", "time server"),
         ({"gbps_backward": 0.2}, "look", "0.2 back, 0.30 ms round trip: one direction is 4.5 times", "cable"),
@@ -180,10 +174,10 @@ def test_the_interface_of_an_address(address, interface):
     assert machine.interface_of(address) == interface
 
 
-def ranks(count, world, *more, **changes):
-    """The first `count` of `world` ranks, as a launcher starts them; what each returned and said."""
+def ranks(count, world, *more, first=0):
+    """So many of `world` ranks, as a launcher starts them; what each returned and said."""
     with reserved_port() as port:
-        places = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **changes}
+        places = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         python = interpreter()
         command = [python, "-m", "ds_compress", "--local_rank=0", "doctor", *more]
         processes = [
@@ -194,7 +188,7 @@ def ranks(count, world, *more, **changes):
                 stderr=subprocess.PIPE,
                 text=True,
             )
-            for rank in range(count)
+            for rank in range(first, first + count)
         ]
         return [(*process.communicate(), process.returncode) for process in processes]
 
@@ -225,17 +219,10 @@ def test_a_rank_that_does_not_come_is_named():
 
 
 def test_rank_0_that_cannot_be_reached_is_named():
-    with reserved_port() as port:
-        environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        done = subprocess.run(
-            [interpreter(), "-m", "ds_compress", "doctor", "--timeout", "2"],
-            env={**os.environ, **environment},
-            capture_output=True,
-            text=True,
-        )
-    assert done.returncode == 2 and done.stdout == ""
-    message = done.stderr.splitlines()[-1]
-    assert message.startswith(f"ds-compress doctor: rank 1 cannot meet the others at 127.0.0.1:{port}; ")
+    ((out, error, code),) = ranks(1, 2, "--timeout", "2", first=1)
+    message = error.splitlines()[-1]
+    assert code == 2 and out == ""
+    assert re.match(r"ds-compress doctor: rank 1 cannot meet the others at 127.0.0.1:\d+; ", message)
 
 
 @pytest.mark.parametrize("name, value", [("WORLD_SIZE", ""), ("MASTER_PORT", "x")])
@@ -265,3 +252,117 @@ def test_a_link_is_joined_of_what_its_two_sides_found():
         {"ranks": [0, 1], "gbps_forward": 1.0, "gbps_backward": 2.0, "rtt_ms": 0.3},
         {"ranks": [1, 2], "gbps_forward": 3.0, "gbps_backward": 4.0, "rtt_ms": 0.1},
     ]
+
+
+HOSTFILE = "worker-1 slots=8\n# the other one\n\nworker-2 slots=8\n"
+TWO_HOSTS = pytest.mark.skipif(bool(reason_for_none()), reason=reason_for_none())
+
+
+def doctor(folder, environment, hostfile=HOSTFILE, *more, python=None):
+    """`python`: where hosts are others than this one, what starts there; the interpreter."""
+    (folder / "hostfile").write_text(hostfile)
+    python = python or interpreter()
+    command = [python, "-m", "ds_compress", "doctor", "--hostfile", "hostfile", *more]
+    environment = {**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=600)
+
+
+def refusal(done):
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done
+    return done.stderr
+
+
+@TWO_HOSTS
+@pytest.mark.extended
+def test_two_hosts_are_measured(tmp_path):
+    (tmp_path / ".deepspeed_env").write_text(f"GLOO_SOCKET_IFNAME={WIRE}\n")
+    with two_hosts() as hosts:
+        hosts.shape(0, "rate 20mbit burst 32kb latency 200ms")
+        environment = logins(tmp_path / "bin", {"worker-1": hosts.on(0), "worker-2": hosts.on(1)})
+        done = doctor(tmp_path, environment, HOSTFILE, "--json", python=sys.executable)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    for host, address in zip(report["hosts"], ADDRESSES, strict=True):
+        assert host["gloo_interface"] == host["way"] == WIRE
+        assert address in next(each["addresses"] for each in host["interfaces"] if each["name"] == WIRE)
+    (link,) = report["links"]
+    assert link["ranks"] == [0, 1] and link["rtt_ms"] > 0
+    assert 0 < link["gbps_forward"] <= 0.021 < 2 * 0.021 < link["gbps_backward"]
+    (clock,) = report["clocks"]
+    assert abs(clock["ahead_ms"]) <= clock["within_ms"] + 1, "both have the clock of this machine"
+    (uneven,) = [each for each in report["findings"] if each["level"] == "look"]
+    assert "one direction is" in uneven["said"]
+    (last,) = [each["do"] for each in report["findings"] if "slowest link" in each["said"]]
+    assert last.startswith(f"ds-compress advise ... --gbps {link['gbps_forward']:.3g} ")
+
+
+@TWO_HOSTS
+@pytest.mark.extended
+def test_hosts_that_would_not_find_each_other_are_told_what_to_set():
+    """gloo takes the address of the host's name, here a loopback one, and waits for half an hour."""
+    where = {"WORLD_SIZE": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500", "PYTHONPATH": str(ROOT)}
+    environment = {key: value for key, value in os.environ.items() if key != "GLOO_SOCKET_IFNAME"} | where
+    with two_hosts() as hosts:
+        processes = [
+            subprocess.Popen(
+                [*hosts.on(rank), sys.executable, "-m", "ds_compress", "doctor"],
+                env={**environment, "RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        (out, _), (nothing, _) = (process.communicate() for process in processes)
+    assert [process.returncode for process in processes] == [1, 0] and nothing == ""
+    bad = [line for line in out.splitlines() if line.startswith("BAD ")]
+    assert len(bad) == 3 and "no link was tried" in bad[-1]
+    for line in bad[:2]:
+        assert "would not be found: gloo takes lo" in line and f"set GLOO_SOCKET_IFNAME={WIRE}" in line
+
+
+def test_hosts_that_cannot_be_reached_are_named(tmp_path):
+    here = logins(tmp_path / "bin", {"worker-1": []})
+    message = refusal(doctor(tmp_path, here))
+    reason = "ssh: Could not resolve hostname worker-2: Name or service not known"
+    assert message == f"ds-compress doctor: worker-2: not reached by ssh without a password ({reason})\n"
+
+
+@pytest.mark.parametrize(
+    "python, message",
+    [
+        ("exit 127", "cannot run ds_compress"),
+        ("echo 'ModuleNotFoundError: No module named torch' >&2; exit 1", "named torch"),
+        ("echo 0.0.1", "has ds_compress 0.0.1, this machine "),
+    ],
+)
+def test_hosts_without_the_same_package_are_named(tmp_path, python, message):
+    here = logins(tmp_path / "bin", {"worker-1": [], "worker-2": ["sh", "-c", python]})
+    found = refusal(doctor(tmp_path, here))
+    assert found.startswith("ds-compress doctor: worker-2: ") and message in found
+
+
+@pytest.mark.parametrize(
+    "hostfile, message",
+    [
+        ("", "hostfile: no machine in it; should have lines like worker-1 slots=8"),
+        ("worker-1 slots=1\nworker-2\n", "hostfile:2: 'worker-2' is not a line like worker-1 slots=8"),
+        ("worker-1 slots=1\nworker-1 slots=1\n", "hostfile:2: 'worker-1' has a line already"),
+    ],
+)
+def test_a_hostfile_that_is_none(tmp_path, hostfile, message):
+    assert refusal(doctor(tmp_path, logins(tmp_path / "bin", {}), hostfile)) == f"{message}\n"
+
+
+def test_tools_that_are_missing_are_named(tmp_path):
+    environment = logins(tmp_path / "bin", {"worker-1": []})
+    (tmp_path / "bin" / "pdsh").unlink()
+    message = refusal(doctor(tmp_path, {**environment, "PATH": str(tmp_path / "bin")}))
+    assert (
+        "pdsh is missing" in message and "apt install pdsh" in message and "-m ds_compress doctor" in message
+    )
+
+
+def test_a_launcher_that_fails_is_quoted(tmp_path):
+    environment = logins(tmp_path / "bin", {"worker-1": [], "worker-2": []})
+    (tmp_path / "bin" / "pdsh").write_text("#!/bin/sh\necho pdsh: no more sockets\nexit 1\n")
+    assert refusal(doctor(tmp_path, environment)).endswith("the launcher failed: pdsh: no more sockets\n")

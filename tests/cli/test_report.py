@@ -1,6 +1,5 @@
 """`ds-compress report`: what it reads, what it draws, and that a browser shows it."""
 
-import csv
 import html
 import html.parser
 import json
@@ -18,17 +17,10 @@ from ds_compress.cli.runs import LOSS, difference, headline, read_runs
 from ds_compress.config import DIRECTIONS
 from ds_compress.errors import CompressionError
 from ds_compress.monitor.metrics import label, replicas_label
-from tests.support.launch_scripts import read_run
+from tests.support.launch_scripts import read_run, write_csv
 
 PLOTS = {"first_page.png", "loss_steps.png", "loss_bytes.png", "error.png", "step_time.png", "pareto.png"}
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-
-
-def write_csv(folder, name, points):
-    """As DeepSpeed's csv_monitor does."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"{name.replace('/', '_')}.csv", "a+") as file:
-        csv.writer(file).writerows([("step", name.split("/")[-1]), *points])
 
 
 def write_run(folder, wire, loss=1.0, boundaries=2, error=0.1):

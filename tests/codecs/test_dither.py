@@ -1,13 +1,11 @@
 """Subtractive dither: the error of a message does not depend on its values, and its mean is 0."""
 
-import contextlib
 import math
 
 import pytest
 import torch
 
 from ds_compress.codec import Context, TensorSpec, build
-from ds_compress.errors import CompressionError
 from ds_compress.kernels.entropy import cpu
 from ds_compress.kernels.entropy.format import LARGEST_Q, RUN, SortedBlocks, frame_of
 from ds_compress.kernels.entropy.reference import decode_entropy, encode_entropy
@@ -89,20 +87,6 @@ def test_numbers_that_no_sender_writes_are_refused(place):
     words[frame.head + 1 if place == "step" else -1] = 5 if place == "step" else LARGEST_Q + 1
     values, valid = decode_entropy(words, frame, torch.float32, 1)
     assert not valid and values.isnan().all()
-
-
-@pytest.mark.parametrize("bits", [0.2, 1, 2, 6])
-def test_damaged_codes_decode_to_a_tensor_or_are_refused(bits):
-    """No bit that is flipped makes the decoder read or write outside its tensors."""
-    x = torch.randn(3, 777, generator=torch.Generator().manual_seed(0))
-    codec = build({"name": "entropy", "bits": bits, "rounding": "dither"})
-    (code,), spec = codec.encode(x, Context()), TensorSpec.of(x)
-    places = torch.randint(0, code.numel() * 16, (60,), generator=torch.Generator().manual_seed(2)).tolist()
-    for place in places:
-        damaged = code.clone().view(torch.uint8)
-        damaged[place // 8] ^= 1 << place % 8
-        with contextlib.suppress(CompressionError):
-            assert codec.decode((damaged.view(torch.int16),), spec, Context()).shape == x.shape
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

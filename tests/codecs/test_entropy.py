@@ -88,12 +88,14 @@ def test_a_code_that_comes_out_too_long_is_made_anew():
     assert 0 < again < 20
 
 
+@pytest.mark.parametrize("rounding", ["nearest", "dither"])
 @pytest.mark.parametrize("bits", [0.1, 1, 2.5, 6])
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5), (2, 3, 4, 5, 6), (1, 1, 1023), (64, 300)], ids=str)
-def test_damaged_codes_are_refused(shape, bits):
+def test_damaged_codes_are_refused(shape, bits, rounding):
     """Whatever bit is flipped: the code is refused, or it decodes to a tensor; most are refused."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    codec, rng, refused = build({"name": "entropy", "bits": bits}), random.Random(0), 0
+    codec = build({"name": "entropy", "bits": bits, "rounding": rounding})
+    rng, refused = random.Random(0), 0
     (code,) = codec.encode(x, Context())
     for _ in range(40):
         damaged = code.clone()

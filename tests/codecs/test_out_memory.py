@@ -60,14 +60,7 @@ def test_codecs(choice, backend, monkeypatch):
 
 @pytest.mark.parametrize("feedback", FEEDBACK, ids=str)
 @pytest.mark.parametrize(
-    "codec",
-    [
-        "bf16",
-        "fp8",
-        {"name": "topk", "density": 0.3},
-        {"name": "quantize", "bits": 4},
-    ],
-    ids=str,
+    "codec", ["bf16", "fp8", {"name": "topk", "density": 0.3}, {"name": "quantize", "bits": 4}], ids=str
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_feedbacks(feedback, codec, dtype):

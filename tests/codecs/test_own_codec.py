@@ -19,7 +19,7 @@ from tests.support.ranks import run_ranks
 
 MODULE = "tests.codecs.half_scale"
 FILE = Path(__file__).with_name("half_scale.py")
-BLOCK = {
+HALF_BLOCK = {
     "forward": {"codec": "half_scale"},
     "backward": {"codec": "half_scale", "feedback": "ef"},
     "min_numel": 0,
@@ -41,10 +41,9 @@ def written(tmp_path, block):
     return str(path)
 
 
-def train(stages, config, steps=4):
-    engine = build_engine(stages, config)
-    data = batches()
-    losses = [engine.train_batch(data).item() for _ in range(steps)]
+def train_counting(config):
+    engine, data = build_engine(2, config), batches()
+    losses = [engine.train_batch(data).item() for _ in range(4)]
     sent = [channel.sent for channel in engine.ds_compress.stage.sending]
     return losses, [(counters.messages, counters.raw_bytes / counters.wire_bytes) for counters in sent]
 
@@ -81,8 +80,8 @@ def test_the_feedback_of_the_page(monkeypatch):
 
 
 def test_training_and_simulate():
-    config = ds_config(BLOCK)
-    first, last = run_ranks(2, train, 2, config)
+    config = ds_config(HALF_BLOCK)
+    first, last = run_ranks(2, train_counting, config)
     assert first[0] == last[0] == train_simulated(2, config) != train_simulated(2, ds_config({}))
     for _, ((messages, ratio),) in (first, last):
         assert messages == 4 * MICRO_BATCHES and 3.5 < ratio < 4
@@ -93,15 +92,15 @@ def test_what_it_refuses_is_said_in_one_line(tmp_path, capsys, monkeypatch):
     refusal = "half_scale refuses bfloat16 [4, 1024, 768]: no bf16 today"
     monkeypatch.setattr(type(build("half_scale")), "refuses", lambda self, spec: "no bf16 today")
     arguments = ["--stages", "2", "--shape", "4,1024,768", "--dtype", "bf16"]
-    for block in (BLOCK, {**BLOCK, "warmup_steps": 5}):
+    for block in (HALF_BLOCK, {**HALF_BLOCK, "warmup_steps": 5}):
         assert main(["check", written(tmp_path, block), *arguments]) == 2
         assert capsys.readouterr().err == f"boundary 0, forward: codec {refusal}\n"
     assert main(["bench", *arguments[2:], "--codec", "half_scale"]) == 2
     assert refusal in capsys.readouterr().err
-    for rank in run_ranks(2, train, 2, ds_config(BLOCK), check=False):
+    for rank in run_ranks(2, train_counting, ds_config(HALF_BLOCK), check=False):
         assert "codec half_scale refuses float32 [4, 8, 32]: no bf16 today" in rank
     with pytest.raises(CompressionError, match="half_scale refuses float32"):
-        train_simulated(2, ds_config(BLOCK))
+        train_simulated(2, ds_config(HALF_BLOCK))
 
 
 def test_what_it_refuses_is_refused_wherever_it_serves(monkeypatch):

@@ -77,11 +77,7 @@ def test_matches_the_reference(bits, scale_dtype, digits, scheme, hadamard):
 
 
 @pytest.mark.parametrize(
-    "group_size, to_rows",
-    [
-        (16, lambda x: x.view(3, 16)),
-        ("tensor", lambda x: x.view(1, 48)),
-    ],
+    "group_size, to_rows", [(16, lambda x: x.view(3, 16)), ("tensor", lambda x: x.view(1, 48))]
 )
 def test_groups(group_size, to_rows):
     x = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0))

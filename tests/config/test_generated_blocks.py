@@ -254,8 +254,12 @@ class BlockGenerator:
 MESSAGE = TensorSpec((4, 16, 256), torch.float32)
 
 
-def check_generated_blocks(seed: int, count: int) -> None:
-    """Every block is refused in one line, or its settings are JSON and its messages have a size."""
+@pytest.mark.parametrize("seed, count", [(0, 1000), pytest.param(1, 10_000, marks=pytest.mark.slow)])
+def test_generated_blocks(seed, count):
+    """Each is refused in one line, or its settings are JSON and its messages have a size.
+
+    `values` nested 300 deep was once a RecursionError.
+    """
     generator, accepted = BlockGenerator(seed), 0
     for _ in range(count):
         block = generator.block()
@@ -265,16 +269,6 @@ def check_generated_blocks(seed: int, count: int) -> None:
             with contextlib.suppress(CompressionError):  # of a message without such a position
                 message_sizes(config, 4, MESSAGE)
     assert count / 5 < accepted < count * 4 / 5
-
-
-def test_generated_blocks():
-    """`values` nested 300 deep was once a RecursionError."""
-    check_generated_blocks(0, 1000)
-
-
-@pytest.mark.slow
-def test_ten_thousand_generated_blocks():
-    check_generated_blocks(1, 10_000)
 
 
 @pytest.mark.parametrize("depth", [17, 300, 100_000])

@@ -160,20 +160,15 @@ def soak(block, steps, settled):
     return measured
 
 
-def assert_steady(results):
-    for (before, files_before), (after, files_after) in results:
+LONG_RUN = pytest.param(3000, 300, marks=[pytest.mark.slow, pytest.mark.timeout(0)])
+
+
+@pytest.mark.parametrize("name", SOAKED)
+@pytest.mark.parametrize("steps, settled", [(120, 60), LONG_RUN])
+@pytest.mark.extended(keep=1)
+def test_a_run_is_steady(name, steps, settled):
+    for (before, files_before), (after, files_after) in run_ranks(
+        3, soak, SOAKED[name], steps, settled, timeout=7200
+    ):
         assert files_after <= files_before
         assert after < 1.01 * before, f"{before:,} bytes grew to {after:,}"
-
-
-@pytest.mark.parametrize("name", SOAKED)
-@pytest.mark.extended(keep=1)
-def test_a_short_run_is_steady(name):
-    assert_steady(run_ranks(3, soak, SOAKED[name], 120, 60))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(0)
-@pytest.mark.parametrize("name", SOAKED)
-def test_3000_steps_are_steady(name):
-    assert_steady(run_ranks(3, soak, SOAKED[name], 3000, 300, timeout=7200))

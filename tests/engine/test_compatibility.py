@@ -1,5 +1,9 @@
 """Programs that do more with the engine than DeepSpeed's examples train the same with ds_compress."""
 
+import json
+import re
+import sys
+
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec
@@ -10,8 +14,10 @@ from deepspeed.runtime.pipe.schedule import SendActivation
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import nn
 
+from ds_compress.config import Config
 from tests.support import engine_subclasses as engines
 from tests.support import programs
+from tests.support.launch_scripts import ROOT
 from tests.support.pipeline import (
     MICRO_BATCH,
     MICRO_BATCHES,
@@ -311,3 +317,40 @@ def by_hand(block):
 def test_a_mask_crosses_as_it_is_before_any_schedule():
     block = {"forward": {"codec": {"name": "topk", "density": 0.1}}, "tensors": [0, 1], "min_numel": 64}
     assert run_ranks(2, by_hand, block) == run_ranks(2, by_hand, None)
+
+
+PAGE = (ROOT / "docs" / "integrations.md").read_text()
+
+
+def pasted(language):
+    (found,) = re.findall(rf"```{language}\n(.*?)```", PAGE, re.S)
+    return found
+
+
+def test_the_json_is_a_block():
+    (block,) = json.loads(f"{{{pasted('json')}}}").values()
+    assert Config(block).codecs(0).forward.options.bits == 4
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
+def test_the_toml_is_the_same_block():
+    import tomllib
+
+    assert tomllib.loads(pasted("toml")) == json.loads(f"{{{pasted('json')}}}")
+
+
+def test_what_is_passed_on_without_a_table_switches_everything_off():
+    (default,) = re.findall(r"config\.get\('ds_compress', (.*)\)", pasted("diff"))
+    assert json.loads(default.replace("'", '"').replace("False", "false")) == {"enabled": False}
+
+
+def test_the_entry_of_gpt_neox_holds_the_same_block():
+    (entry,) = json.loads(f"{{{pasted('yaml')}}}").values()
+    assert entry == json.loads(f"{{{pasted('json')}}}")
+
+
+def test_tests_that_are_named_are_there():
+    table = PAGE.partition("| what they do |")[2]
+    rows = [line.split("|")[-2].strip() for line in table.splitlines() if line.startswith("| ")]
+    named = {name for row in rows for name in row.split("; ")}
+    assert len(named) == 9 and named <= PROGRAMS.keys()

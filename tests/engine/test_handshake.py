@@ -1,15 +1,29 @@
-"""All ranks agree, or all stop with the same line."""
+"""All ranks agree on settings, kernels and numerics, or all stop with the same line."""
 
+import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
+import deepspeed
 import pytest
 import torch
 
 import ds_compress  # noqa: F401
+from ds_compress.codec import CODECS, Context, names
+from ds_compress.codec import build as build_codec
+from ds_compress.codecs.mixins import HardwareDependentDecode
+from ds_compress.config import Config
 from ds_compress.engine import attach as attach_module
+from ds_compress.engine.handshake import fingerprint, relied_on
+from ds_compress.errors import CompressionError
 from ds_compress.kernels import backends
 from ds_compress.kernels.backends import reference
-from tests.support.pipeline import build, ds_config
+from launch.ports import reserved_port
+from tests.feedback.test_feedback_pipeline import digests
+from tests.support.pipeline import batches, build, ds_config
 from tests.support.ranks import run_ranks
 
 
@@ -23,32 +37,24 @@ def start(configs, timeout=None):
     return None
 
 
+def forward(codec):
+    return {"forward": {"codec": codec}}
+
+
 @pytest.mark.parametrize(
-    "blocks, path, values",
+    "block, other, path, values",
     [
-        (({"seed": 1}, {"seed": 2}), "ds_compress.seed", ("1", "2")),
-        (
-            ({"forward": {"codec": "bf16"}}, {"forward": {"codec": "fp16"}}),
-            "ds_compress.forward.name",
-            ("'bf16'", "'fp16'"),
-        ),
-        (
-            ({"forward": {"codec": "topk"}}, {"forward": {"codec": {"name": "topk", "density": 0.2}}}),
-            "ds_compress.forward.density",
-            ("0.1", "0.2"),
-        ),
-        (({}, {"enabled": False}), "ds_compress.enabled", ("True", "False")),
-        (
-            ({}, {"boundaries": {"0": {"forward": {"codec": "bf16"}}}}),
-            "ds_compress.boundaries.0",
-            ("None", "bf16"),
-        ),
+        ({"seed": 1}, {"seed": 2}, "seed", ("1", "2")),
+        (forward("bf16"), forward("fp16"), "forward.name", ("'bf16'", "'fp16'")),
+        (forward("topk"), forward({"name": "topk", "density": 0.2}), "forward.density", ("0.1", "0.2")),
+        ({}, {"enabled": False}, "enabled", ("True", "False")),
+        ({}, {"boundaries": {"0": forward("bf16")}}, "boundaries.0", ("None", "bf16")),
     ],
 )
-def test_different_blocks(blocks, path, values):
-    results = run_ranks(2, start, [ds_config(block) for block in blocks], check=False)
+def test_different_blocks(block, other, path, values):
+    results = run_ranks(2, start, [ds_config(block), ds_config(other)], check=False)
     for error in results:
-        assert error.startswith(f"CompressionError: {path}: rank 0 has {values[0]}, rank 1 has ")
+        assert error.startswith(f"CompressionError: ds_compress.{path}: rank 0 has {values[0]}, rank 1 has ")
         assert values[1] in error and "\n" not in error
     assert len(set(results)) == 1
 
@@ -88,3 +94,167 @@ def test_a_rank_without_the_key_is_named(absent):
     results = run_ranks(2, start, configs, 1.0, check=False)
     error = results[1 - absent]
     assert f"rank {absent} did not answer within 1 s: is ds_compress installed there" in error
+
+
+OLDER = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}
+"""What makes torch and MKL compute as on a processor without vector instructions."""
+ROOT = Path(__file__).parents[2]
+STEPS = 12
+MARK = "result: "
+
+
+def run_unlike(*blocks, environments=({}, OLDER)):
+    """Train each block on two such ranks; return both outcomes of each."""
+    common = {**os.environ, "DS_ACCELERATOR": "cpu", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    command = [sys.executable, "-m", "tests.engine.test_handshake", json.dumps(blocks)]
+    with reserved_port() as port:
+        ranks = [
+            subprocess.Popen(
+                command,
+                env={**common, "MASTER_PORT": str(port), "RANK": rank, "LOCAL_RANK": rank, **environment},
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+            )
+            for rank, environment in zip("01", environments)
+        ]
+        outputs = [rank.communicate(timeout=1200)[0].splitlines() for rank in ranks]
+    return list(zip(*([line.partition(MARK)[2] for line in lines if MARK in line] for lines in outputs)))
+
+
+def outcome_of(block):
+    """Return hashes of what this rank mirrors after some steps, or the error that stopped it."""
+    try:
+        engine, data = build(2, ds_config(block)), batches()
+        for _ in range(STEPS):
+            engine.train_batch(data)
+        return str(digests(engine))
+    except CompressionError as error:
+        return str(error)
+
+
+CPU = torch.device("cpu")
+LEARNED, LOWRANK = {"name": "entropy", "bits": 4, "rotate": "learned"}, {"name": "lowrank", "rank": 4}
+TOPK = {"name": "topk", "density": 0.3}
+ROTATED = {"name": "quantize", "bits": 4, "group_size": 32, "hadamard": True}
+
+
+def settings_of(codec, feedback="ef21"):
+    direction = {"codec": codec, "feedback": feedback}
+    backward = {"codec": codec} if feedback == "aqsgd" else direction
+    return {"forward": direction, "backward": backward, "min_numel": 0, "warmup_steps": 1}
+
+
+@pytest.mark.extended
+def test_unlike_processors():
+    """The two sides of EF21 over a learned basis drifted apart, 4e-3 after 12 steps, unnoticed."""
+    *exact, learned, lowrank = run_unlike(*map(settings_of, (TOPK, ROTATED, LEARNED, LOWRANK)))
+    for ours, theirs in exact:
+        assert ours == theirs and ours.startswith("{(0, 0): ")
+    for name, both in (("entropy", learned), ("lowrank", lowrank)):
+        line = (
+            f"ds_compress.numerics.device (both sides of {name} + ef21 have to compute alike; with another "
+            f"feedback they need not): rank 0 has {fingerprint(CPU)['device']!r}, rank 1 has 'cpu DEFAULT'; "
+            "use the same on all nodes"
+        )
+        assert both == (line, line)
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch computes products without MKL")
+@pytest.mark.extended
+def test_a_library_that_computes_otherwise_is_refused():
+    """The same processor to torch: only what comes out shows it."""
+    (both,) = run_unlike(settings_of(LEARNED), environments=({}, {"MKL_CBWR": "COMPATIBLE"}))
+    assert both[0] == both[1]
+    assert both[0].startswith(
+        "ds_compress.numerics.products (both sides of entropy + ef21 have to compute alike"
+    )
+
+
+def test_products_on_like_processors_mirror():
+    both = run_ranks(2, outcome_of, {**settings_of(LEARNED), "state_check_every": 5})
+    assert both[0] == both[1] and both[0].startswith("{(0, 0): ")
+
+
+@pytest.mark.parametrize(
+    "settings, pairs",
+    [
+        (settings_of(LEARNED), "entropy + ef21"),
+        (settings_of(LEARNED, "aqsgd"), "entropy + aqsgd"),
+        (settings_of(LOWRANK, "ef"), ""),
+        (settings_of(LEARNED, "none"), ""),
+        (settings_of(TOPK), ""),
+        ({**settings_of(TOPK), "boundaries": {"3": {"backward": {"codec": LOWRANK}}}}, "lowrank + ef21"),
+    ],
+)
+def test_only_what_mirrors_products_needs_them_alike(settings, pairs):
+    found = relied_on(Config(settings), CPU)
+    assert bool(found) == bool(pairs) and all(f"both sides of {pairs} have" in key for key in found)
+
+
+DECODES = """
+import hashlib
+import sys
+
+import torch
+
+import ds_compress.codecs
+from ds_compress.codec import Context, TensorSpec, build
+
+torch.set_num_threads(int(sys.argv[2]))
+for choice, parts, shape, dtype, memory in torch.load(sys.argv[1]):
+    decoded = build(choice).decode(parts, TensorSpec(shape, dtype), Context(step=1, memory=memory))
+    print(choice, shape, dtype, hashlib.sha256(decoded.contiguous().view(torch.uint8).numpy()).hexdigest())
+"""
+
+
+def exact_codecs():
+    """Classes of ours that promise to decode a packet to the same bits everywhere."""
+    classes = [CODECS.find(name, "") for name in names()]
+    ours = [each for each in classes if each.__module__.startswith("ds_compress.")]
+    return [each for each in ours if not issubclass(each, HardwareDependentDecode)]
+
+
+def packets():
+    """Payloads of each of them."""
+    for kind in exact_codecs():
+        for options in kind.examples:
+            choice = {"name": kind.name, **options}
+            for shape, dtype in (((3, 5, 96), torch.float32), ((64, 2048), torch.bfloat16)):
+                ctx = Context(step=1)
+                try:
+                    parts = build_codec(choice).encode(torch.randn(shape).to(dtype), ctx)
+                except CompressionError:  # for backward only
+                    continue
+                yield choice, parts, shape, dtype, dict(ctx.memory)
+
+
+@pytest.mark.extended
+def test_a_packet_is_the_same_to_every_processor(tmp_path):
+    """Of all codecs but those that say otherwise."""
+    made = list(packets())
+    assert {choice["name"] for choice, *_ in made} == {kind.name for kind in exact_codecs()}
+    torch.save(made, tmp_path / "packets.pt")
+    decoded = []
+    for environment, threads in (({}, 1), (OLDER, 3)):
+        command = [sys.executable, "-c", DECODES, str(tmp_path / "packets.pt"), str(threads)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environment}
+        )
+        assert done.returncode == 0, done.stderr
+        decoded.append(done.stdout.splitlines())
+    assert len(decoded[0]) == len(made)
+    assert decoded[0] == decoded[1]
+
+
+def main():
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    for block in json.loads(sys.argv[1]):
+        print(MARK, outcome_of(block), sep="")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -19,6 +19,7 @@ from tests.support.pipeline import (
     sent_bytes,
     simulated,
     skip_steps,
+    train,
     train_step,
     weights,
 )
@@ -147,17 +148,12 @@ def test_every_boundary_and_replica():
     assert [rank["sent"][0] == rank["sent"][-1] for rank in ranks] == [True] * 2 + [False] * 4
 
 
-def stock(steps):
-    engine, data = build(2, ds_config()), batches()
-    return [engine.train_batch(data).item() for _ in range(steps)], weights(engine)
-
-
 def test_none_is_bit_equal_to_stock_whatever_it_is_called():
     course = {step: {"0": {"forward": NONE, "backward": {"codec": "lossless"}}} for step in (1, 3)}
     ranks = run_ranks(2, trained, ds_config(block("from nothing")), course)
-    for rank, (losses, expected) in zip(ranks, run_ranks(2, stock, STEPS)):
-        assert rank["losses"] == losses
-        assert same_weights(rank["weights"], expected)
+    for rank, stock in zip(ranks, run_ranks(2, train, 2, ds_config(), STEPS)):
+        assert rank["losses"] == stock["losses"]
+        assert same_weights(rank["weights"], stock["weights"])
 
 
 @pytest.mark.parametrize("name", COURSES)

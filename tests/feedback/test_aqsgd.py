@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ds_compress  # noqa: F401
-from tests.feedback.test_feedback_pipeline import digests
+from tests.feedback.test_feedback_pipeline import assert_sides_equal, digests
 from tests.support.pipeline import (
     MICRO_BATCHES,
     WIDTH,
@@ -83,14 +83,6 @@ def run_simulated(stages, config, samples, epochs):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data, steps = digits(samples), epochs * samples // (MICRO_BATCH * MICRO_BATCHES)
     return [train_step(model, optimizer, data, cross_entropy) for _ in range(steps)]
-
-
-def assert_sides_equal(ranks, count):
-    sides = {}
-    for rank in ranks:
-        for place, digest in rank["digests"].items():
-            sides.setdefault(place, []).append(digest)
-    assert len(sides) == count and all(len(both) == 2 and both[0] == both[1] for both in sides.values())
 
 
 @pytest.mark.parametrize(

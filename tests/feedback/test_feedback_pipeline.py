@@ -29,7 +29,15 @@ def train_and_digest(stages, config, steps):
     engine = build(stages, config)
     data = batches(engine.grid.get_data_parallel_id())
     losses = [engine.train_batch(data).item() for _ in range(steps)]
-    return losses, digests(engine)
+    return {"losses": losses, "digests": digests(engine)}
+
+
+def assert_sides_equal(ranks, count):
+    sides = {}
+    for rank in ranks:
+        for place, digest in rank["digests"].items():
+            sides.setdefault(place, []).append(digest)
+    assert len(sides) == count and all(len(both) == 2 and both[0] == both[1] for both in sides.values())
 
 
 @pytest.mark.parametrize(
@@ -48,15 +56,9 @@ def test_ef21_sides_are_equal_after_many_steps(stages, replicas, link, steps):
     block = {"forward": EF21, "backward": EF21, "min_numel": 0, "link": {"mode": link}}
     config = ds_config(block, replicas=replicas)
     ranks = run_ranks(stages * replicas, train_and_digest, stages, config, steps)
-    sides = {}
-    for _, found in ranks:
-        for place, digest in found.items():
-            sides.setdefault(place, []).append(digest)
-    assert len(sides) == (stages - 1) * replicas
-    for upstream, downstream in sides.values():
-        assert upstream == downstream
-    assert len({digest for both in sides.values() for digest in both}) == len(sides)
-    assert ranks[0][0][-1] < ranks[0][0][0]
+    assert_sides_equal(ranks, (stages - 1) * replicas)
+    assert len({digest for rank in ranks for digest in rank["digests"].values()}) == (stages - 1) * replicas
+    assert ranks[0]["losses"][-1] < ranks[0]["losses"][0]
 
 
 STEPS = 25

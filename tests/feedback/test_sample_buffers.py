@@ -1,12 +1,18 @@
-"""AQ-SGD between two ends: a buffer for each sample, found by its id, equal on both."""
+"""AQ-SGD: a buffer for each sample, found by its id, equal on both ends; first visits."""
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from ds_compress.cli.check import message_sizes
 from ds_compress.codec import Context, TensorSpec, build
+from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.feedback.aqsgd.sample_ids import SampleIds
+from ds_compress.message.channel import Boundary
 from tests.support.codecs import INPUTS, AQPair, ids, topk
+from tests.support.pipeline import batches, ds_config, layers, simulated, train_step
 
 AQ = {"name": "aqsgd", "dtype": "fp32", "first_visit": "none"}
 
@@ -141,3 +147,166 @@ def test_counts():
     assert SampleIds(per_batch=True).count(specs) == 1
     with pytest.raises(CompressionError, match="has no dimension 3"):
         SampleIds(dim=3).count(specs)
+
+
+TWO = {"name": "quantize", "bits": 2, "group_size": 128, "hadamard": True}
+FOUR = {**TWO, "bits": 4}
+CODECS = {
+    "2 bits": TWO,
+    "1 bit": {"name": "quantize", "bits": 1, "grid": "gaussian", "group_size": 16},
+    "topk": topk(0.1),
+    "dither": {**TWO, "rounding": "dither"},
+    "entropy with dither": {"name": "entropy", "bits": 2, "rounding": "dither"},
+}
+FIRSTS = {
+    "4 bits": FOUR,
+    "4 bits with dither": {**FOUR, "rounding": "dither"},
+    "8 bits": {"name": "quantize", "bits": 8, "group_size": 32},
+    "bf16": "bf16",
+}
+
+
+def crossed(codec, x, step):
+    """What a codec alone makes of `x` [samples, ...], and the bytes that it takes."""
+    plain, ctx = build(codec), Context(step=step)
+    parts = plain.encode(x, ctx)
+    return plain.decode(parts, TensorSpec.of(x), Context(step=step)), sum(part.nbytes for part in parts)
+
+
+class ReferenceBuffers:
+    """Samples and their buffers as the docstring of `first_visits` says it, with none of its code."""
+
+    def __init__(self, codec, first, selects):
+        self.codec, self.first, self.selects = codec, first, selects
+        self.buffers = {}
+
+    def __call__(self, x, numbers, step):
+        """What arrives, and the bytes of the payloads of both packets."""
+        unseen = [place for place, number in enumerate(numbers) if number not in self.buffers]
+        old = torch.stack([self.buffers.get(number, torch.zeros_like(x[0])) for number in numbers])
+        changes, more, whole = crossed(self.codec, x, step)[1], 0, None
+        if unseen:
+            start, more = crossed(self.first, x[unseen], step)
+            whole, of_all = crossed(self.first, x, step)
+            if self.selects or max(changes, of_all) >= changes + more:
+                whole = None
+            else:
+                arrived, taken = whole, max(changes, of_all)
+            old[unseen] = start
+        if whole is None:
+            arrived, taken = old + crossed(self.codec, x - old, step)[0], changes + more
+        self.buffers.update(zip(numbers, arrived))
+        return arrived, taken
+
+
+class Weighed(AQPair):
+    """Knows what its last message took, without the flags."""
+
+    def __call__(self, x, **changes):
+        arrived = super().__call__(x, **changes)
+        self.taken = sum(part.nbytes for part in self.parts) - self.parts[self.split - 1].nbytes
+        self.second = sum(part.nbytes for part in self.parts[self.split :])
+        return arrived
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    codec=st.sampled_from(list(CODECS)),
+    first=st.sampled_from(list(FIRSTS)),
+    visits=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True), min_size=1, max_size=6),
+    width=st.sampled_from([1, 7, 128, 200]),
+)
+def test_messages_are_as_described(codec, first, visits, width):
+    """Both sides have the buffers of the reference; no message is larger than all first visits."""
+    torch.manual_seed(0)
+    pair = Weighed(CODECS[codec], {"name": "aqsgd", "dtype": "fp32", "first_visit": FIRSTS[first]})
+    reference = ReferenceBuffers(CODECS[codec], FIRSTS[first], selects=codec == "topk")
+    for step, numbers in enumerate(visits):
+        x = torch.randn(len(numbers), width)
+        expected, taken = reference(x, numbers, step)
+        assert torch.equal(pair(x, sample_ids=ids(*numbers), step=step), expected)
+        largest = pair.codec.largest_extra_payload(TensorSpec.of(x))
+        assert pair.taken == taken
+        assert pair.second <= sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in largest)
+        assert pair.in_step()
+    assert {f"{number:016x}" for number in reference.buffers} == {key[-16:] for key in pair.sender}
+    assert all(torch.equal(pair.state_of(number), row) for number, row in reference.buffers.items())
+
+
+def wire_bytes(block, messages, shape=(8, 64, 128)):
+    """Bytes on the wire of forward messages of so many samples, visited as `messages` lists them."""
+    upstream, downstream = (Boundary(0, Config({"min_numel": 0, **block})) for _ in range(2))
+    sizes = []
+    for step, numbers in enumerate(messages):
+        message_id = upstream.forward.message_id(step, 0)
+        upstream.sample_ids[0] = ids(*numbers)
+        x = (torch.randn(shape),)
+        before = upstream.forward.sent.wire_bytes
+        packet, rest, _ = upstream.forward.encode(x, message_id)
+        expected = downstream.forward.layout_of(x, message_id)
+        downstream.forward.decode(packet, expected, message_id, lambda nbytes: rest)
+        sizes.append(upstream.forward.sent.wire_bytes - before)
+        assert sizes[-1] == packet.numel() + (0 if rest is None else rest.numel())
+    return sizes, upstream.forward
+
+
+def test_six_epochs_at_two_bits_take_no_more_than_two_and_a_half():
+    """The declared sizes of the largest message and of the others are exact, headers included."""
+    epochs = [range(8), range(8, 16)] * 6
+    block = {"forward": {"codec": TWO, "feedback": "aqsgd"}}
+    sizes, channel = wire_bytes(block, epochs)
+    assert 8 * sum(sizes) / len(sizes) / (8 * 64 * 128) < 2.5
+    assert sizes[0] == sizes[1] == channel.sent.latest.most_bytes(channel.codec)
+    assert set(sizes[2:]) == {channel.sent.latest.compressed_bytes(channel.codec)}
+    assert (channel.sent.samples, channel.sent.returned) == (96, 80)
+    assert channel.sent.latest.describe(channel.codec) == f"at most {sizes[0]:,} bytes"
+    dense = {"forward": {"codec": TWO, "feedback": {"name": "aqsgd", "first_visit": "none"}}}
+    assert 8 * sum(wire_bytes(dense, epochs)[0]) / len(sizes) / (8 * 64 * 128) > 7
+
+
+def test_check_tells_the_largest_message_too():
+    """It said 2 bits, and 34 crossed."""
+    spec = TensorSpec((8, 64, 128), torch.float32)
+    for first, bits in (({}, 4.27), ({"first_visit": "none"}, 34.14)):
+        forward = {"codec": TWO, "feedback": {"name": "aqsgd", **first}}
+        aqsgd, plain = message_sizes(Config({"forward": forward, "backward": {"codec": "bf16"}}), 2, spec)
+        assert round(aqsgd["bits_per_value"], 2) == 2.14
+        assert round(8 * aqsgd["wire_bytes_at_most"] / spec.numel, 2) == bits
+        assert plain["wire_bytes_at_most"] == plain["wire_bytes"]
+
+
+@pytest.mark.parametrize("codec", ["none", "bf16", FOUR, {**TWO, "bits": 8}, {"name": "entropy", "bits": 6}])
+def test_a_codec_that_is_good_enough_sends_first_visits_by_itself(codec):
+    """In packets of one size, and nothing else: an 8-bit message would have a 4-bit one beside it."""
+    sizes, _ = wire_bytes({"forward": {"codec": codec, "feedback": "aqsgd"}}, [range(8), range(4, 12)] * 2)
+    assert len(set(sizes)) == 1
+    x = torch.randn(3, 128)
+    pair = AQPair(codec, {"name": "aqsgd", "dtype": "fp32"})
+    assert torch.equal(pair(x, sample_ids=ids(1, 2, 3), step=4), crossed(codec, x, 4)[0])
+    assert pair.dense == 0 and pair.in_step()
+
+
+@pytest.mark.parametrize("first", ["none", FOUR], ids=str)
+def test_a_visit_that_is_not_finite_is_seen_and_forgotten(first):
+    """By itself, and beside samples that were there before: these keep their buffers."""
+    pair = AQPair(TWO, {"name": "aqsgd", "first_visit": first})
+    x = torch.randn(8, 128)
+    broken = x.clone()
+    broken[1, 5] = torch.inf
+    assert not pair(broken, sample_ids=ids(*range(8))).isfinite().all() and not pair.sender
+    pair(x, sample_ids=ids(*range(8)))
+    before = dict(pair.sender)
+    for numbers in (range(7, -1, -1), [0, 20, 2, 3, 4, 5, 6, 7], range(10, 18)):
+        assert not pair(broken, sample_ids=ids(*numbers)).isfinite().all()
+        assert pair.sender.keys() == before.keys() and pair.in_step()
+        assert all(torch.equal(pair.sender[key], before[key]) for key in before)
+
+
+def test_a_gradient_can_follow_the_selection_of_a_first_visit():
+    """So the codec of the messages is sent with first visits, too."""
+    backward = {"codec": {"name": "topk", "indices": "reuse"}}
+    forward = {"codec": topk(0.1), "feedback": {"name": "aqsgd"}}
+    config = ds_config({"forward": forward, "backward": backward, "min_numel": 0})
+    model, data = simulated(layers(), config, [4]), batches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    assert all(train_step(model, optimizer, data) > 0 for _ in range(2))

@@ -1,6 +1,5 @@
 """The demo's reading of DeepSpeed's CSV files, and the text its training script draws from."""
 
-import csv
 import itertools
 import json
 import socket
@@ -8,7 +7,7 @@ import socket
 import pytest
 import torch
 
-from tests.support.launch_scripts import ROOT, load_script
+from tests.support.launch_scripts import ROOT, load_script, write_csv
 
 RECIPES = sorted((ROOT / "ds_configs").glob("*.json"))
 SAMPLES = 32  # per step
@@ -22,12 +21,6 @@ def demo():
 @pytest.fixture(scope="module")
 def train_lm():
     return load_script("train_lm")
-
-
-def write_csv(folder, label, rows):
-    """Write one file as DeepSpeed's csvMonitor does: named after the label, CRLF line ends."""
-    with open(folder / (label.replace("/", "_") + ".csv"), "a+", newline="") as file:
-        csv.writer(file).writerows([["step", label.split("/")[-1]], *rows])
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tests.replicas.test_overlap import WIDTH, steps
 from tests.simulate.test_replicas import assert_simulated_weights, distance_from_optimum
 from tests.support.pipeline import Block, ds_config
 from tests.support.ranks import run_ranks
-from tests.support.replicas import assert_alike, train_replicas
+from tests.support.replicas import assert_alike, run_replicas, train_replicas
 
 SHAPES = (192, 96), (201, 97), (64, 3, 10, 10)
 
@@ -97,9 +97,7 @@ def test_nothing_is_lost(dtype, replicas):
 def test_replicas_stay_alike(kind, specs, stages, replicas, feedback):
     """I1, with clipping."""
     settings = {"replicas": replicas, "gradient_clipping": 0.1, **KINDS[kind]}
-    results = run_ranks(
-        stages * replicas, train_replicas, stages, ds_config(block(feedback=feedback), **settings), 4, specs
-    )
+    results = run_replicas(stages, replicas, ds_config(block(feedback=feedback), **settings), 4, specs)
     assert_alike(results)
     assert all(4 * each["sent"] < each["raw"] for each in results)
 
@@ -158,7 +156,7 @@ def test_error_feedback_reaches_the_optimum():
 @pytest.mark.extended(keep=1)
 def test_weights_are_those_of_simulated_replicas(dtype):
     config = ds_config(block(dtype=dtype), replicas=2)
-    real = run_ranks(2, train_replicas, 1, config, 4)[0]["weights"]
+    real = run_replicas(1, 2, config, 4)[0]["weights"]
     assert_simulated_weights(config, real, 4)
 
 

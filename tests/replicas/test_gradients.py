@@ -15,7 +15,7 @@ from ds_compress.replicas.slices import GRADIENT, MIN_NUMEL, Gradient, Slice, Sl
 from tests.support.pipeline import batches, build, ds_config
 from tests.support.pipeline_kinds import fp16_on_cpu
 from tests.support.ranks import run_ranks
-from tests.support.replicas import SPECS, WIDE, assert_alike, train_replicas, wide_layers
+from tests.support.replicas import SPECS, WIDE, assert_alike, run_replicas, train_replicas, wide_layers
 
 ZERO_1 = {"zero_optimization": {"stage": 1}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
@@ -52,11 +52,9 @@ def block(**replicas):
 def test_none_is_deepspeeds_all_reduce(kind, stages, replicas):
     """I3. Also in the warm-up, in which nothing is compressed yet."""
     settings = {**KINDS[kind], "replicas": replicas}
-    stock = run_ranks(stages * replicas, train_replicas, stages, ds_config(**settings))
+    stock = run_replicas(stages, replicas, ds_config(**settings))
     for compressed in ({"codec": "none"}, {**QUANTIZE, "feedback": "ef", "warmup_steps": 9}):
-        ours = run_ranks(
-            stages * replicas, train_replicas, stages, ds_config({"replicas": compressed}, **settings)
-        )
+        ours = run_replicas(stages, replicas, ds_config({"replicas": compressed}, **settings))
         assert [each["digests"] for each in ours] == [each["digests"] for each in stock]
         assert [each["losses"] for each in ours] == [each["losses"] for each in stock]
         assert not any(each["sent"] for each in ours)
@@ -82,11 +80,11 @@ def test_replicas_stay_alike(kind, specs, feedback, stages, replicas):
     """I1, with clipping: its factor comes from the compressed gradients, on each replica by itself."""
     config = ds_config(None, replicas=replicas, gradient_clipping=0.1, **KINDS[kind])
     compressed = {**config, "ds_compress": block(codec={"name": "quantize", "bits": 8}, feedback=feedback)}
-    results = run_ranks(stages * replicas, train_replicas, stages, compressed, 4, specs)
+    results = run_replicas(stages, replicas, compressed, 4, specs)
     assert_alike(results)
     assert all(each["sent"] for each in results if specs != "small" or each["stage"] == 0)
     assert all(math.isfinite(loss) for each in results for loss in each["losses"])
-    stock = run_ranks(stages * replicas, train_replicas, stages, config, 4, specs)
+    stock = run_replicas(stages, replicas, config, 4, specs)
     assert 0 < difference(results, stock) < 0.01
 
 
@@ -94,7 +92,7 @@ def test_replicas_stay_alike(kind, specs, feedback, stages, replicas):
 def test_tied_copies_stay_alike_for_40_steps():
     """DeepSpeed makes them equal when they are built; nothing would after that."""
     config = ds_config(block(feedback="ef"), replicas=2, gradient_clipping=0.1)
-    results = run_ranks(4, train_replicas, 2, config, 40, "tied")
+    results = run_replicas(2, 2, config, 40, "tied")
     assert_alike(results)
     copies = [value for each in results for name, value in each["weights"].items() if "tied" in name]
     assert len(copies) == 4 and all(torch.equal(each, copies[0]) for each in copies)
@@ -116,9 +114,9 @@ def test_dualpipev_has_replicas_too():
 def test_experts_are_averaged_over_their_own_replicas():
     """Ranks 0 and 2 have one expert, 1 and 3 the other: DeepSpeed averages these, in groups of their own."""
     config = ds_config(None, replicas=4)
-    stock = run_ranks(4, train_replicas, 1, config, 1, "experts")
+    stock = run_replicas(1, 4, config, 1, "experts")
     compressed = {**config, "ds_compress": block(codec={"name": "quantize", "bits": 8})}
-    ours = run_ranks(4, train_replicas, 1, compressed, 1, "experts")
+    ours = run_replicas(1, 4, compressed, 1, "experts")
     for rank, (own, exact) in enumerate(zip(ours, stock)):
         assert own["sent"]
         for name, value in own["weights"].items():
@@ -137,7 +135,7 @@ def test_experts_are_averaged_over_their_own_replicas():
 def test_a_stage_may_have_no_large_matrix(kind):
     """The norm is summed up over partitions on all stages, or on none: else ranks would wait for ever."""
     config = ds_config(block(), replicas=2, gradient_clipping=0.1, **KINDS[kind])
-    results = run_ranks(4, train_replicas, 2, config, 4, "small")
+    results = run_replicas(2, 2, config, 4, "small")
     assert_alike(results)
     assert [bool(each["sent"]) for each in results] == [each["stage"] == 0 for each in results]
     assert len({float(each["norm"]) for each in results}) == 1
@@ -148,14 +146,9 @@ def test_a_stage_may_have_no_large_matrix(kind):
 @pytest.mark.extended(keep=2)
 def test_every_way_of_zero(kind, options):
     config = ds_config(None, replicas=2, **{**KINDS[kind], "zero_optimization": {"stage": 1, **options}})
-    stock = run_ranks(2, train_replicas, 1, config, 4, "none")
-    ours = run_ranks(
-        2,
-        train_replicas,
-        1,
-        {**config, "ds_compress": block(codec={"name": "quantize", "bits": 8})},
-        4,
-        "none",
+    stock = run_replicas(1, 2, config, 4, "none")
+    ours = run_replicas(
+        1, 2, {**config, "ds_compress": block(codec={"name": "quantize", "bits": 8})}, 4, "none"
     )
     assert_alike(ours)
     assert all(each["sent"] for each in ours) and 0 < difference(ours, stock) < 0.01
@@ -170,16 +163,8 @@ def test_overflows_skip_the_steps_that_deepspeed_skips(stages, feedback):
         None, replicas=2, **{**KINDS["fp16 zero 1"], "fp16": {**FP16["fp16"], "initial_scale_power": 24}}
     )
     overflows = (14, 17, 19)
-    stock = run_ranks(2 * stages, train_replicas, stages, config, 20, "wide", overflows)
-    ours = run_ranks(
-        2 * stages,
-        train_replicas,
-        stages,
-        {**config, "ds_compress": block(feedback=feedback)},
-        20,
-        "wide",
-        overflows,
-    )
+    stock = run_replicas(stages, 2, config, 20, "wide", overflows)
+    ours = run_replicas(stages, 2, {**config, "ds_compress": block(feedback=feedback)}, 20, "wide", overflows)
     assert [each["skipped"] for each in ours] == [each["skipped"] for each in stock]
     assert [each["scales"] for each in ours] == [each["scales"] for each in stock]
     skipped = stock[0]["skipped"]

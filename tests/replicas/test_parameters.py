@@ -12,12 +12,9 @@ from ds_compress.replicas.exchange import Replicas
 from ds_compress.replicas.parameters import ParameterExchange, Range
 from tests.support.pipeline import batches, build, ds_config
 from tests.support.ranks import run_ranks
-from tests.support.replicas import SPECS, WIDE, assert_alike, train_replicas, wide_layers
+from tests.support.replicas import SPECS, WIDE, assert_alike, run_replicas, wide_layers
 
-BF16 = {
-    "bf16": {"enabled": True},
-    "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
-}
+BF16 = {"bf16": {"enabled": True}, "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}}}
 
 
 ZERO_1 = {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}
@@ -42,7 +39,7 @@ def test_replicas_stay_alike(zero, specs, bits, stages, replicas):
         **(ZERO_1 if zero else {}),
         **BF16,
     )
-    results = run_ranks(stages * replicas, train_replicas, stages, config, 6, specs)
+    results = run_replicas(stages, replicas, config, 6, specs)
     assert_alike(results)
     assert all(each["sent"] for each in results)
     tied = [each["weights"][name] for each in results for name in each["weights"] if "tied" in name]
@@ -81,9 +78,9 @@ def test_parameters_follow_the_optimizers(bits):
 def test_the_norm_is_that_of_all_gradients(stages, replicas):
     """With a codec that hardly loses anything the clipped steps are DeepSpeed's, up to rounding."""
     config = ds_config(None, replicas=replicas, gradient_clipping=0.05, **BF16)
-    stock = run_ranks(stages * replicas, train_replicas, stages, config, 4, "tied")
+    stock = run_replicas(stages, replicas, config, 4, "tied")
     nearly = {"replicas": {"codec": "bf16"}}
-    ours = run_ranks(stages * replicas, train_replicas, stages, {**config, "ds_compress": nearly}, 4, "tied")
+    ours = run_replicas(stages, replicas, {**config, "ds_compress": nearly}, 4, "tied")
     assert_alike(ours)
     assert len({float(each["norm"]) for each in ours}) == 1
     assert float(ours[0]["norm"]) == pytest.approx(float(stock[0]["norm"]), rel=1e-2)
@@ -92,7 +89,7 @@ def test_the_norm_is_that_of_all_gradients(stages, replicas):
 
 def test_bytes_of_gradients_and_parameters():
     """16 + 16 + 16 bits a value with DeepSpeed, twice 4.25 bits here."""
-    for each in run_ranks(2, train_replicas, 1, ds_config(block(4), replicas=2, **BF16)):
+    for each in run_replicas(1, 2, ds_config(block(4), replicas=2, **BF16)):
         assert 5 < each["raw"] / each["sent"] < 5.7
 
 

@@ -232,8 +232,7 @@ def trained_kind(kind):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name == "dynamic" else MARKS[name in FAST]) for name in KINDS],
+    "name", [pytest.param(name, marks=() if name == "dynamic" else MARKS[name in FAST]) for name in KINDS]
 )
 def test_kinds(name):
     kind = KINDS[name]

@@ -25,7 +25,7 @@ def block(forward, backward=None, **guard):
     return {"forward": forward, "backward": backward or {"codec": "bf16"}, "min_numel": 0, "guard": guard}
 
 
-def trained(stages, config, steps=3, specs=None, evaluate=False, engine_of=None, watched=True):
+def trained(stages, config, steps=3, specs=None, evaluate=False, engine_of=None, watched=True, data=None):
     """Losses of training, what the guard measured and said, and what is left on the engine."""
     logged, events, logger = [], [], logging.getLogger("ds_compress")
     logger.setLevel(logging.INFO)
@@ -34,7 +34,7 @@ def trained(stages, config, steps=3, specs=None, evaluate=False, engine_of=None,
     if engine_of:
         engine_of(engine)
     engine.monitor = SimpleNamespace(enabled=watched, write_events=events.extend, tb_monitor=None)
-    data = batches(engine.grid.get_data_parallel_id())
+    data = data or batches(engine.grid.get_data_parallel_id())
     losses, error, evaluated = [], "", {}
     try:
         losses = [engine.train_batch(data).item() for _ in range(steps)]
@@ -200,29 +200,19 @@ class NearlyIdentity(Block):
 
 
 def near_zero(codec, floor):
-    """The last loss of a model that is to hand on its input, the costs, and the error that ends the run."""
-    guard = {"every": 10, "action": "stop", **floor}
-    config = ds_config(
-        {"forward": {"codec": codec}, "backward": {"codec": codec}, "min_numel": 0, "guard": guard}
-    )
-    engine, events, loss, error = build(2, config, [NearlyIdentity() for _ in range(4)]), [], None, ""
-    engine.monitor = SimpleNamespace(enabled=True, write_events=events.extend, tb_monitor=None)
-    data = ((x, x) for x, _ in batches())
-    try:
-        for _ in range(30):
-            loss = engine.train_batch(data).item()
-    except CompressionError as stopped:
-        error = str(stopped)
-    cost = [value for name, value, _ in events if name == "Train/Compression/loss_cost"]
-    return loss, cost, error
+    """Train a model that is to hand on its input."""
+    settings = block({"codec": codec}, {"codec": codec}, every=10, action="stop", **floor)
+    data, specs = ((x, x) for x, _ in batches()), [NearlyIdentity() for _ in range(4)]
+    return trained(2, ds_config(settings), 30, specs, data=data)
 
 
 @pytest.mark.parametrize("codec", ["bf16", {"name": "quantize", "bits": 8}])
 def test_a_run_near_zero_loss_is_not_stopped(codec):
     """Of a loss of 1e-5 any rounding is more than 5 %: such runs ended."""
-    loss, cost, error = run_ranks(2, near_zero, codec, {})[0]
-    assert error == "" and 0 < loss < 6e-4 and cost[-1] > 0.05 * (loss - cost[-1])
-    assert "it hurts" in run_ranks(2, near_zero, codec, {"loss_floor": 0.0})[0][2]
+    found = run_ranks(2, near_zero, codec, {})[0]
+    loss, cost = found["losses"][-1], found["cost"][-1]
+    assert found["error"] == "" and 0 < loss < 6e-4 and cost > 0.05 * (loss - cost)
+    assert "it hurts" in run_ranks(2, near_zero, codec, {"loss_floor": 0.0})[0]["error"]
 
 
 STOPS = {

@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.support.pipeline import MICRO_BATCHES, Block, batches, build, weights
 from tests.support.pipeline_kinds import fp16_on_cpu
+from tests.support.ranks import run_ranks
 
 WIDE = 96
 """Matrices of 96 x 192 values: three slices of 6,144 values, or two of 9,216, without padding."""
@@ -145,3 +146,8 @@ def assert_alike(results: list[dict[str, Any]]) -> None:
     by_stage: dict[int, list[str]] = {}
     for result in results:
         assert by_stage.setdefault(result["stage"], result["digests"]) == result["digests"]
+
+
+def run_replicas(stages: int, replicas: int, config: dict[str, Any], *args: Any) -> list[dict[str, Any]]:
+    """What `train_replicas` returns on all ranks of so many replicas."""
+    return run_ranks(stages * replicas, train_replicas, stages, config, *args)

@@ -1,7 +1,5 @@
 """The k largest in C++, as bits and values, and what bits hold, on every processor: as in torch."""
 
-import shutil
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,8 +9,6 @@ from ds_compress.kernels.backends import cpu, reference
 from ds_compress.kernels.topk.reference import first_look
 from tests.support.codecs import assert_same_bits
 from tests.support.kernels import EACH_TARGET, compiled_for
-
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
 
