@@ -12,7 +12,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.hf.model import make_layer_specs
 from ds_compress.hf.part import causal_lm_loss
 from ds_compress.hf.verify import make_tiny_config, verify_parts
-from tests.support.finetuning import FAMILIES, LAYERS, batch, config, load_model, run_model, save
+from tests.support.finetuning import FAMILIES, HEAD, LAYERS, SIZES, batch, config, load_model, run_model, save
 from tests.support.launch_scripts import ROOT
 
 TOGETHER = {"OPT", "BLOOM", "Falcon", "GPT-OSS"}
@@ -55,16 +55,14 @@ def test_lost_gradients_are_named(monkeypatch):
 
 
 def test_a_model_without_such_layers_is_refused():
-    given = transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=96, state_size=4)
+    given = transformers.MambaConfig(**SIZES, state_size=4)
     assert refused(given).startswith("MambaConfig: this model cannot be cut into stages: ")
 
 
 def test_an_embedding_that_is_not_found_is_said():
     """It was once refused as `its parts do not run alone: StopIteration:`."""
-    given = transformers.BertConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=96
-    )
-    assert refused(given).endswith("its embedding of tokens is inside another module, not beside the layers")
+    reason = "its embedding of tokens is inside another module, not beside the layers"
+    assert refused(transformers.BertConfig(**SIZES)).endswith(reason)
 
 
 @pytest.mark.parametrize("key", ["layerdrop", "output_router_logits"])
@@ -94,18 +92,8 @@ def test_what_is_checked_has_every_kind_of_layer_and_little_else():
 
 def llama4():
     """Its router is a linear layer that returns two tensors."""
-    return transformers.Llama4TextConfig(
-        hidden_size=32,
-        intermediate_size=16,
-        intermediate_size_mlp=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=96,
-        num_local_experts=2,
-        attention_chunk_size=64,
-    )
+    own = {"intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 64}
+    return transformers.Llama4TextConfig(**SIZES, **HEAD, **own)
 
 
 def test_adapters_with_which_a_model_does_not_run_are_named():

@@ -21,6 +21,7 @@ from ds_compress.engine.outer import _work
 from ds_compress.errors import CompressionError
 from ds_compress.replicas.outer_step import Anchor
 from ds_compress.simulate import SimulatedRounds
+from tests.replicas import test_gradients
 from tests.support.pipeline import (
     MICRO_BATCHES,
     batches,
@@ -37,14 +38,7 @@ from tests.support.ranks import run_launches, run_ranks
 from tests.support.replicas import SPECS, WIDE, digest, wide_layers
 
 CODEC = {"codec": {"name": "quantize", "bits": 4}, "feedback": "ef"}
-ZERO_1 = {"zero_optimization": {"stage": 1}}
-KINDS = {
-    "fp32": {},
-    "fp32 zero 1": ZERO_1,
-    "bf16": {"bf16": {"enabled": True}},
-    "bf16 accumulation": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}, **ZERO_1},
-    "fp16 zero 1": {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}, **ZERO_1},
-}
+KINDS = {name: kind for name, kind in test_gradients.KINDS.items() if name != "bf16 zero 1"}
 
 
 @pytest.fixture
@@ -285,17 +279,6 @@ def test_a_launch_with_another_config_is_refused_and_the_others_go_on(store):
         "ds_compress.replicas.every: the other replicas have 3, this one has 4; use the same in all launches"
     )
     assert run_ranks(1, refused, 0, ds_config(block(every=3))) == [""]
-
-
-def test_the_command_serves_a_store():
-    command = [sys.executable, "-m", "ds_compress", "replica-store", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        line = process.stdout.readline()
-        port = int(line.split("port ")[1].split(";")[0])
-        store = TCPStore("127.0.0.1", port, is_master=False)
-        store.set("key", "value")
-        assert store.get("key") == b"value"
-        process.terminate()
 
 
 def save_or_resume(launch, folder, config, resumes):

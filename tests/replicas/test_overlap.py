@@ -81,19 +81,25 @@ def steps(stages, config, layers, freezes):
     return digests, started
 
 
+def both_ways(stages, replicas, options, layers, freezes=False, **changes):
+    """What `steps` returns on all ranks with overlap, and without."""
+    for overlap in (True, False):
+        config = ds_config({"replicas": {**options, "overlap": overlap}}, replicas=replicas, **changes)
+        yield run_ranks(stages * replicas, steps, stages, config, layers, freezes)
+
+
+def digests_of(ranks):
+    return [digests for digests, _ in ranks]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("stages", "replicas"), [(1, 2), (2, 2), (1, 3)])
 @pytest.mark.extended(keep=2)
 def test_overlap_changes_nothing_but_the_time(kind, stages, replicas):
-    block = {"codec": {"name": "quantize", "bits": 4}, "feedback": "ef", "bucket_mb": 1}
-    results = {}
-    for overlap in (True, False):
-        config = ds_config({"replicas": {**block, "overlap": overlap}}, replicas=replicas)
-        results[overlap] = run_ranks(
-            stages * replicas, steps, stages, config, KINDS[kind], kind == "frozen later"
-        )
-    assert [digests for digests, _ in results[True]] == [digests for digests, _ in results[False]]
-    started = [found for _, found in results[True]]
+    options = {"codec": {"name": "quantize", "bits": 4}, "feedback": "ef", "bucket_mb": 1}
+    ours, whole = both_ways(stages, replicas, options, KINDS[kind], kind == "frozen later")
+    assert digests_of(ours) == digests_of(whole)
+    started = [found for _, found in ours]
     buckets = 3 if stages == 1 else 2
     expected = {
         "usual": [0, buckets, buckets, buckets],  # the first step shows how often a pass gives a gradient
@@ -114,33 +120,25 @@ def test_overlap_changes_nothing_but_the_time(kind, stages, replicas):
 def test_bf16_optimizer_overlaps_too(codec, kind, immediate, stages, replicas):
     """Gradients of the last pass are added to its flat buffers before they leave, and only once."""
     options = {"codec": codec, "feedback": "ef", "bucket_mb": 1}
-    results = {}
-    for overlap in (True, False):
-        bf16 = {"enabled": True, "immediate_grad_update": immediate}
-        block = {"replicas": {**options, "overlap": overlap}}
-        config = ds_config(block, replicas=replicas, bf16=bf16, gradient_clipping=0.1)
-        results[overlap] = run_ranks(stages * replicas, steps, stages, config, KINDS[kind], False)
-    for found in results.values():
+    bf16 = {"enabled": True, "immediate_grad_update": immediate}
+    results = [*both_ways(stages, replicas, options, KINDS[kind], bf16=bf16, gradient_clipping=0.1)]
+    for found in results:
         for rank, (digests, _) in enumerate(found):
             assert digests == found[rank - rank % replicas][0], "replicas of a stage are alike"
     if codec["name"] != "lowrank" or replicas == 2:
         # the order of three summands in an all-reduce depends on their place, and so on the bucket
-        assert [digests for digests, _ in results[True]] == [digests for digests, _ in results[False]]
+        assert digests_of(results[0]) == digests_of(results[1])
     if kind == "usual":
         buckets = 3 if stages == 1 else 2
-        assert results[True][-1][1][::2] == [0, buckets, buckets, buckets]
+        assert results[0][-1][1][::2] == [0, buckets, buckets, buckets]
 
 
 def test_a_matrix_that_the_optimizer_lacks_is_left_alone():
     """It is in none of BF16_Optimizer's groups: the first compressed step ended in a KeyError."""
-    digests = []
-    for overlap in (True, False):
-        codec = {"name": "quantize", "bits": 4}
-        block = {"replicas": {"codec": codec, "overlap": overlap}}
-        config = ds_config(block, replicas=2, bf16={"enabled": True})
-        ((found, _), _) = run_ranks(2, steps, 1, config, [Block, Unowned, Block, Block], False)
-        digests.append(found)
-    assert digests[0] == digests[1]
+    options = {"codec": {"name": "quantize", "bits": 4}}
+    layers = [Block, Unowned, Block, Block]
+    ours, whole = both_ways(1, 2, options, layers, bf16={"enabled": True})
+    assert digests_of(ours) == digests_of(whole)
 
 
 def steps_of_tied(config):
