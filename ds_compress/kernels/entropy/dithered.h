@@ -372,7 +372,7 @@ private:
     // All but the last product are exact: sums are multiples of 1/2 below 2^23.
     Floats ordinary_value_of(Ints kept) const {
         const Floats number = __builtin_convertvector(kept, Floats);
-        return signed_sum(number, Floats{} + 256, Floats{} + (highest + 0.5f - 256 * KEPT)) * (unit * scale);
+        return signed_sum(number, Floats{} + 256, Floats{} + offset) * factor;
     }
 
     static void keep(const uint8_t* drawn, int64_t count, const int8_t* q, uint16_t* kept) {
@@ -389,12 +389,13 @@ private:
         return larger(smaller(value, Floats{} + HIGHEST), Floats{} - HIGHEST) * scale;
     }
 
-    float unit, scale;
+    const float unit, scale, factor = unit * scale;
     bool has_classes, is_ordinary = false;
     const To& to;
     Some runs[AT_ONCE];
     const uint8_t* drawn[AT_ONCE];
-    int32_t highest;  // less the lower bits of all draws
+    const int32_t highest;  // less the lower bits of all draws
+    const float offset = highest + 0.5f - 256 * KEPT;
 };
 
 // As `decode_tensor`.

@@ -313,7 +313,10 @@ inline void store(Shorts x, uint16_t* values) {
 }
 
 // Four vectors in which no value is nan.
-inline void store_numbers(const Floats (&x)[4], float* values) { std::memcpy(values, x, sizeof x); }
+// One by one: a compiler copies all four by way of the stack.
+inline void store_numbers(const Floats (&x)[4], float* values) {
+    store(x[0], values), store(x[1], values + LANES), store(x[2], values + 2 * LANES), store(x[3], values + 3 * LANES);
+}
 
 inline void store_numbers(const Floats (&x)[4], uint16_t* values) {
     Ints upper[4];
