@@ -44,19 +44,20 @@ FLOORS: tuple[Floors, ...] = (  # codec, ratio to what, floors in fp32 and bf16 
     ({"name": "quantize", "bits": 2}, "copy", (0.40, 0.20), (0.40, 0.13)),
     ({"name": "quantize", "bits": 4, "hadamard": True}, "copy", (0.30, 0.11), (0.30, 0.08)),
     ({"name": "quantize", "bits": 4, "rounding": "stochastic"}, "nearest", (0.50, 0.50), (0.50, 0.50)),
-    # 0.8 is the goal of dither. Two runs on an Intel Xeon (AVX-512), in fp32 and in bf16: `quantize` with 4
-    # bits at least 1.1 and 0.83 on both instruction sets, with Hadamard 0.79 to 0.80 and 0.84 to 0.89;
-    # `entropy` at least 0.88 and 0.87 with AVX-512, 0.79 and 0.87 with AVX2; rows 0.92 and 0.89, 0.75 and
-    # 0.82; columns 0.89 and 0.84, 0.96 and 0.89
+    # 0.8 is the goal of dither. Least of two runs alone on an Intel Xeon (AVX-512), in fp32 and bf16, with
+    # AVX-512 and then with AVX2: `quantize` with 4 bits 1.05 and 0.86, 0.97 and 1.03; with Hadamard 0.80 and
+    # 0.88, 0.87 and 0.91; `entropy` 0.86 and 0.88, 0.85 and 0.91; rows 0.83 and 0.89, 0.82 and 0.90; columns
+    # 0.85 and 0.82, 0.85 and 0.83. Other runs: `quantize` in fp32 0.97. One floor is below the goal: Hadamard
+    # in fp32 with AVX-512 came to 0.800 and 0.831
     ({"name": "quantize", "bits": 4, "rounding": "dither"}, "nearest", (0.8, 0.8), (0.8, 0.8)),
     (
         {"name": "quantize", "bits": 4, "hadamard": True, "rounding": "dither"},
         "nearest",
         (0.76, 0.8),
-        (0.76, 0.8),
+        (0.8, 0.8),
     ),
-    ({"name": "entropy", "rounding": "dither"}, "nearest", (0.8, 0.8), (0.75, 0.8)),
-    ({"name": "entropy", "contexts": "rows", "rounding": "dither"}, "nearest", (0.8, 0.8), (0.72, 0.78)),
+    ({"name": "entropy", "rounding": "dither"}, "nearest", (0.8, 0.8), (0.8, 0.8)),
+    ({"name": "entropy", "contexts": "rows", "rounding": "dither"}, "nearest", (0.8, 0.8), (0.8, 0.8)),
     ({"name": "entropy", "contexts": "columns", "rounding": "dither"}, "nearest", (0.8, 0.8), (0.8, 0.8)),
     ({"name": "fp8"}, "copy", (0.45, 0.20), (0.45, 0.13)),
     ({"name": "entropy"}, "copy", (0.08, 0.025), (0.07, 0.02)),
