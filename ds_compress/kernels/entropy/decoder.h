@@ -325,10 +325,9 @@ struct BlockOrder {
                 const int64_t wide = units.count - first < WIDE ? units.count - first : WIDE;
                 for (int64_t j = 0; j < wide; ++j)
                     shift[j] = static_cast<int32_t>(head.shift[frame.context_of(order.places[first + j] * units.size + row)]);
-                for (int64_t j = 0; j < wide; j += TILE)  // whole lines of a cache, of so few that it keeps them
-                    transpose<int8_t>(wide - j < TILE ? wide - j : TILE, high,
-                                      [&](int64_t i) { return q + order.places[first + j + i] * units.size + row; },
-                                      [&](int64_t i) { return tile + i * WIDE + j; });
+                transpose_by_rows<int8_t>(
+                    wide, high, [&](int64_t j) { return q + order.places[first + j] * units.size + row; },
+                    [&](int64_t i) { return tile + i * WIDE; });
                 for (int64_t i = 0; i < high; ++i) {
                     const int8_t* from = tile + i * WIDE;
                     Out* to = y + (row + i) * units.count + first;
@@ -381,8 +380,9 @@ struct KeptColumns {
         };
         alignas(64) uint16_t tile[HIGH_TILE * WIDE_TILE];
         each_tile(units, [&](int64_t row, int64_t first, int64_t high, int64_t wide) {
-            transpose<uint16_t>(wide, high, [&](int64_t j) { return kept + order.places[first + j] * units.size + row; },
-                                [&](int64_t i) { return tile + i * WIDE_TILE; });
+            transpose_by_rows<uint16_t>(
+                wide, high, [&](int64_t j) { return kept + order.places[first + j] * units.size + row; },
+                [&](int64_t i) { return tile + i * WIDE_TILE; });
             for (int64_t i = 0; i < high; ++i) put(tile + i * WIDE_TILE, wide, y + (row + i) * units.count + first);
         });
         put(kept + units.whole(), numel - units.whole(), y + units.whole());

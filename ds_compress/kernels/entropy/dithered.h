@@ -71,13 +71,12 @@ public:
     void quantize(int64_t step) {
         present = step;
         count_contexts<STRIDE>(
-            frame, false, keys, copies,
+            frame, keys, copies,
             [&](int64_t begin, int64_t end) {
                 values.each_run(begin, end, [&](const auto* x, int64_t value, int64_t n) {
                     for (int64_t i = 0; i < n; i += MANY) make_keys(x + i, value + i, n - i < MANY ? n - i : MANY);
                 });
             },
-            [](int64_t) {},
             [&](int64_t context) {
                 for (int64_t number = 0; number < frame.classes; ++number) count(context * frame.classes + number, number);
             });
@@ -274,11 +273,37 @@ inline void write_zeros(uint32_t exponent, const Frame& frame, uint16_t* words) 
     words[frame.head()] = static_cast<uint16_t>(exponent);
 }
 
-// As `encode_tensor`. largest: the bits of the largest magnitude; sums: [contexts].
-template <class Values>
-void encode_dithered(const Values& values, uint32_t largest, const Frame& frame, const Tables& tables, const DitherTables& its,
-                     const Draws& draws, bool is_sampled, int64_t spare, Sums* sums, uint16_t* keys, uint32_t* space,
-                     uint16_t* scratch, uint16_t* words) {
+// Histograms of the keys of a sample, in which each counts as often as the values it stands for.
+template <class Values, class In>
+void count_sample(const Values& values, const Sample<In>& sample, const Frame& frame, uint32_t exponent, Counts* counts,
+                  Histogram* histograms) {
+    constexpr int64_t RUN = Sample<In>::RUN;
+    std::memset(histograms, 0, frame.contexts * sizeof *histograms);
+    sample.each_run([&](int64_t place, const In* x, int64_t n) {
+        uint16_t keys[RUN];
+        int64_t numbers[RUN], begins[RUN];  // of each, that of its histogram
+        if (n == RUN) make_keys<RUN>(x, n, exponent, keys);
+        else make_keys(x, n, exponent, keys);
+        if (frame.contexts == 1) {
+            for (int64_t i = 0; i < n; ++i) histograms[0][0][keys[i]] += Sample<In>::SAMPLED;
+            return;
+        }
+        values.find_numbers(place, n, numbers);
+        for (int64_t context = 0; context + 1 < frame.contexts; ++context) {
+            const int64_t end = frame.ends[context];
+            for (int64_t i = 0; i < n; ++i)  // without a branch, so that vectors do it
+                begins[i] = (context ? begins[i] : 0) + ((end - 1 - numbers[i]) >> 63 & 2 * KEYS);
+        }
+        for (int64_t i = 0; i < n; ++i) histograms[0][0][begins[i] + keys[i]] += Sample<In>::SAMPLED;
+    });
+    for (int64_t context = 0; context < frame.contexts; ++context) add_up(histograms[context], counts[context]);
+}
+
+// As `encode_tensor`. sample: may be none; sums: [contexts].
+template <class Values, class In>
+void encode_dithered(const Values& values, uint32_t largest, const Sample<In>& sample, const Frame& frame,
+                     const Tables& tables, const DitherTables& its, const Draws& draws, int64_t spare, Sums* sums,
+                     uint16_t* keys, uint32_t* space, uint16_t* scratch, uint16_t* words) {
     const uint32_t exponent = exponent_of(largest);
     std::memset(words, 0, frame.words * sizeof *words);
     if (exponent == NOT_FINITE) {
@@ -289,7 +314,8 @@ void encode_dithered(const Values& values, uint32_t largest, const Frame& frame,
     if (!largest) return write_zeros(raised, frame, words);
     Counts* counts = reinterpret_cast<Counts*>(space + 2 * KEYS * COPIES);
     Histogram* histograms = reinterpret_cast<Histogram*>(counts + frame.contexts);
-    make_histograms(values, frame, is_sampled, raised, keys, space, counts, histograms);
+    if (sample.exists()) count_sample(values, sample, frame, raised, counts, histograms);
+    else make_histograms(values, frame, raised, keys, space, counts, histograms);
     for (int64_t context = 0; context < frame.contexts; ++context)
         for (int side = 0; side < 2; ++side) {
             sums[context][side][KEYS] = 0;

@@ -62,13 +62,16 @@ _MOST = 128
 """Largest |q| that is counted by itself; larger ones are counted together."""
 
 
-def encode_dithered(coder: Coder, bits: Tensor, exponent: Tensor, frame: CodeLayout, dither: int) -> Tensor:
+def encode_dithered(
+    coder: Coder, bits: Tensor, exponent: Tensor, frame: CodeLayout, dither: int, weights: Tensor
+) -> Tensor:
     """Encode floats into words, int16 [frame.words].
 
     Args:
         bits: the floats as int32.
         exponent: of the largest magnitude; if it is NOT_FINITE, the words are undefined.
         dither: key of the random draws.
+        weights: of the values, see `sample_weights`, in the order of the code.
     """
     device, made = bits.device, tables(bits.device)
     drawn = draws_in_order(frame.numel, dither, device)
@@ -79,7 +82,7 @@ def encode_dithered(coder: Coder, bits: Tensor, exponent: Tensor, frame: CodeLay
     twice = bits.view(torch.float32) * ((255 - raised) << 23).view(torch.float32)
     finest_step = DITHERED_STEPS[-1] - FINER * (exponent + COARSER - raised).long()
     keys = keys_of(bits, raised, frame)
-    first = _first_step(histogram_of(keys, frame, _weights(frame, keys)), frame, finest_step)
+    first = _first_step(histogram_of(keys, frame, weights), frame, finest_step)
 
     step, fits = first, torch.zeros((), dtype=torch.bool, device=device)
     for attempt in range(ATTEMPTS):
@@ -147,11 +150,12 @@ def _quantize(twice: Tensor, drawn: Tensor, step: Tensor) -> Tensor:
     return (position.round().int() + drawn >> 16).long()
 
 
-def _weights(frame: CodeLayout, keys: Tensor) -> Tensor:
-    """Return for how many values each one counts in the histogram that the first step comes from."""
+def sample_weights(frame: CodeLayout, device: torch.device) -> Tensor:
+    """Return for how many values each one counts in the histogram that the first step comes from, in the
+    order of the tensor, int64 [numel]."""
     if not frame.is_sampled:
-        return torch.ones_like(keys)
-    runs = torch.arange(frame.numel, dtype=torch.int64, device=keys.device) // SAMPLED_RUN
+        return torch.ones(frame.numel, dtype=torch.int64, device=device)
+    runs = torch.arange(frame.numel, dtype=torch.int64, device=device) // SAMPLED_RUN
     return SAMPLED * ((runs * SAMPLING & 0xFFFFFFFF) < 2**32 // SAMPLED).long()
 
 

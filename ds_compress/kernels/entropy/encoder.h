@@ -340,45 +340,43 @@ private:
 };
 
 // For each context: makes keys by make(begin, end), part by part, counts them in `copies`, COPIES of a histogram, and calls
-// done(context). is_sampled: of a sample of the values only; fetch(value) brings a run of it into the caches.
-template <int64_t STRIDE = 2 * KEYS, class Make, class Fetch, class Done>
-void count_contexts(const Frame& frame, bool is_sampled, const uint16_t* keys, uint32_t* copies, const Make& make,
-                    const Fetch& fetch, const Done& done) {
+// done(context).
+template <int64_t STRIDE = 2 * KEYS, class Make, class Done>
+void count_contexts(const Frame& frame, const uint16_t* keys, uint32_t* copies, const Make& make, const Done& done) {
     constexpr int64_t SOME = 16384;  // keys are counted while the cache has them
-    constexpr int64_t AHEAD = 64;    // runs: no processor knows the sample by itself
     for (int64_t context = 0; context < frame.contexts; ++context) {
         std::memset(copies, 0, STRIDE * COPIES * sizeof *copies);
-        for (int64_t begin = frame.begin(context); begin < frame.ends[context];) {
-            const int64_t next = begin + (is_sampled ? SAMPLED_RUN - begin % SAMPLED_RUN : SOME);
-            const int64_t end = next < frame.ends[context] ? next : frame.ends[context];
-            if (is_sampled && belongs_to_sample(begin / SAMPLED_RUN + AHEAD)) fetch(begin + AHEAD * SAMPLED_RUN);
-            if (!is_sampled || belongs_to_sample(begin / SAMPLED_RUN)) {
-                make(begin, end);
-                count_keys<STRIDE>(keys + begin, end - begin, is_sampled, copies);
-            }
-            begin = end;
+        for (int64_t begin = frame.begin(context); begin < frame.ends[context]; begin += SOME) {
+            const int64_t end = begin + SOME < frame.ends[context] ? begin + SOME : frame.ends[context];
+            make(begin, end);
+            count_keys<STRIDE>(keys + begin, end - begin, copies);
         }
         done(context);
     }
 }
 
-// Histograms of the keys of all values, or of a sample, in whose place each counts as often as the values it stands for.
+// Histograms of the keys of all values.
 template <class Values>
-void make_histograms(const Values& values, const Frame& frame, bool is_sampled, uint32_t exponent, uint16_t* keys,
-                     uint32_t* copies, Counts* counts, Histogram* histograms) {
+void make_histograms(const Values& values, const Frame& frame, uint32_t exponent, uint16_t* keys, uint32_t* copies,
+                     Counts* counts, Histogram* histograms) {
     count_contexts(
-        frame, is_sampled, keys, copies,
-        [&](int64_t begin, int64_t end) { values.make(begin, end, is_sampled, exponent, keys); },
-        [&](int64_t value) { values.fetch_run(value); },
-        [&](int64_t context) { add_up(copies, is_sampled ? SAMPLED : 1, histograms[context], counts[context]); });
+        frame, keys, copies, [&](int64_t begin, int64_t end) { values.make(begin, end, exponent, keys); },
+        [&](int64_t context) {
+            for (int64_t i = 0; i < 2 * KEYS; ++i) {
+                uint32_t total = 0;
+                for (int64_t copy = 0; copy < COPIES; ++copy) total += copies[2 * KEYS * copy + i];
+                histograms[context][i / KEYS][i % KEYS] = total;
+            }
+            add_up(histograms[context], counts[context]);
+        });
 }
 
-// values: `InTensorOrder` or alike. space: COPIES of a histogram, where the table of a context is later; then counts and
+// values: `InTensorOrder` or alike; largest: the bits of their largest magnitude. space: COPIES of a histogram, where the table of a context is later; then counts and
 // histogram of each context.
 template <class Values>
-void encode_tensor(const Values& values, const Frame& frame, Tables tables, uint16_t* keys, uint32_t* space,
-                   uint16_t* scratch, uint16_t* words) {
-    const uint32_t exponent = exponent_of(values.largest());
+void encode_tensor(const Values& values, uint32_t largest, const Frame& frame, Tables tables, uint16_t* keys,
+                   uint32_t* space, uint16_t* scratch, uint16_t* words) {
+    const uint32_t exponent = exponent_of(largest);
     std::memset(words, 0, frame.words * sizeof *words);
     if (exponent == NOT_FINITE) {
         words[frame.head()] = NOT_FINITE;
@@ -386,7 +384,7 @@ void encode_tensor(const Values& values, const Frame& frame, Tables tables, uint
     }
     Counts* counts = reinterpret_cast<Counts*>(space + 2 * KEYS * COPIES);
     Histogram* histograms = reinterpret_cast<Histogram*>(counts + frame.contexts);
-    make_histograms(values, frame, false, exponent, keys, space, counts, histograms);
+    make_histograms(values, frame, exponent, keys, space, counts, histograms);
     for (int sure = 0; sure < 2; ++sure) {  // where the first code comes out too long, the second one cannot
         Plan plans[MOST_CONTEXTS];
         int64_t shifts[MOST_CONTEXTS];

@@ -16,9 +16,9 @@ using Value = std::remove_const_t<std::remove_pointer_t<Pointer>>;
 // The values of `x` in the order of units, whose classes this finds.
 template <class In>
 InBlockOrder<In> in_block_order(const In* x, int64_t numel, SortedBlocks units, int32_t* order, uint32_t* space,
-                                uint16_t* classes) {
+                                uint16_t* classes, Sample<In>& sample) {
     uint32_t* sizes = reinterpret_cast<uint32_t*>(order);  // until the order is there
-    const uint32_t largest = measure_units(x, units, sizes);
+    const uint32_t largest = measure_units(x, units, sizes, sample);
     classify(sizes, units.count, space, classes);
     return {x, numel, units, largest, Order(classes, units.count, order)};
 }
@@ -43,15 +43,18 @@ void encode_entropy(const void* x, int64_t bf16, FRAME_PARAMETERS, int64_t is_sa
                     uint16_t* scratch, int64_t* sums, int32_t* order, uint16_t* words, uint16_t* classes) {
     const Frame frame = FRAME;
     const Tables tables = {first, units, cost};
-    const auto encode = [&](const auto& in_order) {
-        if (!dithered) return encode_tensor(in_order, frame, tables, keys, space, scratch, words);
-        encode_dithered(in_order, in_order.largest(), frame, tables, DitherTables{quarter, inverse},
-                        Draws(dither_first, dither_second), is_sampled != 0, spare, reinterpret_cast<Sums*>(sums), keys,
-                        space, scratch, words);
+    const auto encode = [&](const auto& in_order, auto& sample) {
+        const uint32_t largest = in_order.largest(sample);
+        if (!dithered) return encode_tensor(in_order, largest, frame, tables, keys, space, scratch, words);
+        encode_dithered(in_order, largest, sample, frame, tables, DitherTables{quarter, inverse},
+                        Draws(dither_first, dither_second), spare, reinterpret_cast<Sums*>(sums), keys, space, scratch,
+                        words);
     };
     with_type(x, bf16, [&](auto* values) {
-        if (count) encode(in_block_order(values, numel, UNITS, order, space, classes));
-        else encode(InTensorOrder<Value<decltype(values)>>{values, numel});
+        typedef Value<decltype(values)> In;
+        Sample<In> sample(values, numel, is_sampled ? reinterpret_cast<In*>(keys) : nullptr);  // until keys are made
+        if (count) encode(in_block_order(values, numel, UNITS, order, space, classes, sample), sample);
+        else encode(InTensorOrder<In>{values, numel}, sample);
     });
 }
 

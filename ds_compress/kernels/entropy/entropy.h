@@ -63,32 +63,20 @@ inline void make_keys(const In* x, int64_t n, uint32_t exponent, uint16_t* keys)
     }
 }
 
-// Adds to `copies` [COPIES, 2 * KEYS]; or to [COPIES, STRIDE]. Of few keys, to the first one alone, which the first-level
-// cache has room for.
+// Adds to `copies` [COPIES, 2 * KEYS]; or to [COPIES, STRIDE].
 template <int64_t STRIDE = 2 * KEYS>
-inline void count_keys(const uint16_t* keys, int64_t n, bool are_few, uint32_t* copies) {
-    int64_t i = are_few ? n : 0;
-    for (int64_t j = 0; j < i; ++j) ++copies[keys[j]];
+inline void count_keys(const uint16_t* keys, int64_t n, uint32_t* copies) {
+    int64_t i = 0;
     for (; i + COPIES <= n; i += COPIES)
         for (int copy = 0; copy < COPIES; ++copy) ++copies[STRIDE * copy + keys[i + copy]];
     for (; i < n; ++i) ++copies[keys[i]];
 }
 
-// Whether a run of SAMPLED_RUN values belongs to the sample, as about one of SAMPLED does.
-constexpr int64_t SAMPLED = 8, SAMPLED_RUN = 64;
-
-inline bool belongs_to_sample(int64_t run) { return static_cast<uint32_t>(run) * 0x9E3779B1u >> 29 == 0; }
-
-// Of each key, how many `copies` tell, times `weight`; and of that or higher ones.
-inline void add_up(const uint32_t* copies, uint32_t weight, Histogram& histogram, Counts& counts) {
+// How many values have each key or a higher one.
+inline void add_up(const Histogram& histogram, Counts& counts) {
     for (int64_t side = 0; side < 2; ++side) {
         counts[side][KEYS] = 0;
-        for (int64_t key = KEYS - 1; key >= 0; --key) {
-            uint32_t total = 0;
-            for (int64_t copy = 0; copy < COPIES; ++copy) total += copies[2 * KEYS * copy + side * KEYS + key];
-            histogram[side][key] = total * weight;
-            counts[side][key] = counts[side][key + 1] + total * weight;
-        }
+        for (int64_t key = KEYS - 1; key >= 0; --key) counts[side][key] = counts[side][key + 1] + histogram[side][key];
     }
 }
 
@@ -104,6 +92,44 @@ inline uint32_t largest_bits(const In* x, int64_t n) {
     return most;
 }
 
+// The sample of a tensor, copied while the caches have it: about one of SAMPLED runs of values that lie in a row.
+template <class In>
+class Sample {
+public:
+    // kept: room for the sample; or null, then there is none.
+    Sample(const In* x, int64_t numel, In* kept) : x(x), numel(numel), kept(kept) {}
+
+    bool exists() const { return kept; }
+
+    // Copies the runs that end at `end` or before.
+    void copy(int64_t end) {
+        if (!kept) return;
+        for (int64_t next = end_of(run); next <= end && run * RUN < numel; next = end_of(run)) {
+            if (belongs(run)) std::memcpy(kept + (size += RUN) - RUN, x + run * RUN, (next - run * RUN) * sizeof *x);
+            ++run;
+        }
+    }
+
+    // f(place of the first value in the tensor, values, how many) of all runs, once all are copied.
+    template <class F>
+    void each_run(const F& f) const {
+        const In* from = kept;
+        for (int64_t its = 0; its < run; ++its)
+            if (belongs(its)) f(its * RUN, from, end_of(its) - its * RUN), from += RUN;
+    }
+
+    static constexpr int64_t SAMPLED = 8, RUN = 64;
+
+private:
+    static bool belongs(int64_t run) { return static_cast<uint32_t>(run) * 0x9E3779B1u >> 29 == 0; }
+    int64_t end_of(int64_t its) const { return (its + 1) * RUN < numel ? (its + 1) * RUN : numel; }
+
+    const In* x;
+    const int64_t numel;
+    In* kept;
+    int64_t run = 0, size = 0;  // the next one, and of what is copied
+};
+
 inline uint32_t exponent_of(uint32_t largest) { return largest >> 23 ? largest >> 23 : 1; }
 
 // The values of a tensor as they lie: what the functions of an encoder take keys from, and a decoder puts values to.
@@ -112,16 +138,26 @@ struct InTensorOrder {
     const In* x;
     int64_t numel;
 
-    uint32_t largest() const { return largest_bits(x, numel); }
+    uint32_t largest(Sample<In>& sample) const {
+        constexpr int64_t SOME = 4096;
+        uint32_t most = 0;
+        for (int64_t begin = 0; begin < numel; begin += SOME) {
+            const int64_t n = numel - begin < SOME ? numel - begin : SOME;
+            const uint32_t its = largest_bits(x + begin, n);
+            most = its > most ? its : most;
+            sample.copy(begin + n);
+        }
+        return most;
+    }
 
     // The keys of the values that are coded as number begin .. end - 1, a part of a context; parts come in their order.
-    void make(int64_t begin, int64_t end, bool, uint32_t exponent, uint16_t* keys) const {
+    void make(int64_t begin, int64_t end, uint32_t exponent, uint16_t* keys) const {
         make_keys(x + begin, end - begin, exponent, keys + begin);
     }
 
-    // Brings the run of SAMPLED_RUN values that begins there into the caches, as far as it exists.
-    void fetch_run(int64_t value) const {
-        if (value + SAMPLED_RUN <= numel) fetch(x + value, SAMPLED_RUN);
+    // The numbers that the `n` values from `place` on are coded as.
+    void find_numbers(int64_t place, int64_t n, int64_t* numbers) const {
+        for (int64_t i = 0; i < n; ++i) numbers[i] = place + i;
     }
 
     // f(values, number of the first one, how many): of the same values, those that lie in a row.

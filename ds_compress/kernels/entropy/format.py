@@ -97,8 +97,9 @@ no q needs more than 15 bits."""
 LARGEST_Q = 1 << 14
 
 SAMPLED, SAMPLED_RUN = 8, 64
-"""About one of so many runs of values belongs to the sample that a first step comes from: those whose number
-times SAMPLING, modulo 2^32, has three leading zeros. They are spread evenly, but in no period."""
+"""About one of so many runs of values, as they lie in the tensor, belongs to the sample that a first step
+comes from: those whose number times SAMPLING, modulo 2^32, has three leading zeros. They are spread
+evenly, but in no period."""
 
 SAMPLING = 0x9E3779B1
 SAMPLED_NUMEL = 1 << 18

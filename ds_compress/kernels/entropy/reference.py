@@ -16,7 +16,7 @@ from ds_compress.kernels.entropy.code_plan import (
     search,
     shift_of,
 )
-from ds_compress.kernels.entropy.dithered import decode_dithered, encode_dithered
+from ds_compress.kernels.entropy.dithered import decode_dithered, encode_dithered, sample_weights
 from ds_compress.kernels.entropy.format import (
     CLASS_BITS,
     CLASSES,
@@ -51,15 +51,17 @@ class EntropyCoding:
         Args:
             dither: 64 bits, the key of the dither, if `frame` is dithered.
         """
+        weights = None if dither is None else sample_weights(frame, x.device)
         if frame.units is not None:
             classes = _classes_of(x, frame.units)
             x = _sorted(x, frame.units, classes)
+            weights = None if weights is None else _sorted(weights, frame.units, classes)
         bits = x.float().view(torch.int32)
         exponent = exponent_of(bits)
-        if dither is None:
+        if dither is None or weights is None:
             words = _encode_nearest(self._coder, bits, exponent, frame)
         else:
-            words = encode_dithered(self._coder, bits, exponent, frame, dither)
+            words = encode_dithered(self._coder, bits, exponent, frame, dither, weights)
         overflow = torch.zeros_like(words)
         overflow[frame.head] = NOT_FINITE
         words = torch.where(exponent == NOT_FINITE, overflow, words)

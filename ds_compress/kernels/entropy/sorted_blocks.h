@@ -18,16 +18,21 @@ struct SortedBlocks {
 
 // For each unit, [count], the bits of its largest magnitude; of infinity, where it has inf or nan. Returns the largest.
 template <class In>
-uint32_t measure_units(const In* x, SortedBlocks units, uint32_t* largest) {
+uint32_t measure_units(const In* x, SortedBlocks units, uint32_t* largest, Sample<In>& sample) {
     if (units.columns) {
         for (int64_t unit = 0; unit < units.count; ++unit) largest[unit] = 0;
-        for (int64_t row = 0; row < units.size; ++row)
+        for (int64_t row = 0; row < units.size; ++row) {
             for (int64_t unit = 0; unit < units.count; ++unit) {
                 const uint32_t bits = as_bits(to_float(x[row * units.count + unit])) & MAGNITUDE;
                 largest[unit] = bits > largest[unit] ? bits : largest[unit];
             }
+            sample.copy((row + 1) * units.count);
+        }
     } else {
-        for (int64_t unit = 0; unit < units.count; ++unit) largest[unit] = largest_bits<RUN>(x + unit * RUN, RUN);
+        for (int64_t unit = 0; unit < units.count; ++unit) {
+            largest[unit] = largest_bits<RUN>(x + unit * RUN, RUN);
+            sample.copy((unit + 1) * RUN);
+        }
     }
     uint32_t most = 0;
     for (int64_t unit = 0; unit < units.count; ++unit) {
@@ -119,15 +124,15 @@ struct InBlockOrder {
     uint32_t largest_of_units;
     Order order;
 
-    uint32_t largest() const {
+    uint32_t largest(Sample<In>& sample) const {
+        sample.copy(numel);
         const uint32_t behind = largest_bits(x + units.whole(), numel - units.whole());
         return behind > largest_of_units ? behind : largest_of_units;
     }
 
-    void make(int64_t begin, int64_t end, bool is_sampled, uint32_t exponent, uint16_t* keys) const {
+    void make(int64_t begin, int64_t end, uint32_t exponent, uint16_t* keys) const {
         if (units.columns) {
-            if (begin == 0 && is_sampled) make_sampled_columns(exponent, keys);
-            else if (begin == 0) make_columns(exponent, keys);
+            if (begin == 0) make_columns(exponent, keys);
             return;
         }
         each_run(begin, end, [&](const In* from, int64_t value, int64_t n) {
@@ -136,8 +141,18 @@ struct InBlockOrder {
         });
     }
 
-    void fetch_run(int64_t value) const {
-        if (!units.columns && value < units.whole()) fetch(x + order.place(value, units), RUN);
+    void find_numbers(int64_t place, int64_t n, int64_t* numbers) const {
+        const int64_t behind = place + n < units.whole() ? n : units.whole() > place ? units.whole() - place : 0;
+        for (int64_t i = 0; i < behind;) {
+            const int64_t across = units.columns ? units.count : units.size, line = (place + i) / across;
+            const int64_t inside = (place + i) % across, left = across - inside, many = left < behind - i ? left : behind - i;
+            if (units.columns)
+                for (int64_t j = 0; j < many; ++j) numbers[i + j] = order.places[inside + j] * units.size + line;
+            else
+                for (int64_t j = 0; j < many; ++j) numbers[i + j] = order.places[line] * units.size + inside + j;
+            i += many;
+        }
+        for (int64_t i = behind; i < n; ++i) numbers[i] = place + i;
     }
 
     // Of columns all at once.
@@ -174,22 +189,6 @@ struct InBlockOrder {
     // Brings the tile that begins there into the caches: its rows lie too far apart for a processor to foresee.
     void fetch_tile(int64_t row, int64_t first, int64_t high) const {
         for (int64_t i = 0; first < units.count && i < high; ++i) fetch(x + (row + i) * units.count + first, WIDE_TILE);
-    }
-
-    // At least those of the sample. The first run belongs to it.
-    void make_sampled_columns(uint32_t exponent, uint16_t* keys) const {
-        each_tile(units, [&](int64_t row, int64_t first, int64_t high, int64_t wide) {
-            fetch_tile(row, first + wide, high);
-            for (int64_t j = 0; j < wide; ++j) {
-                const int64_t value = order.places[first + j] * units.size + row;
-                const int64_t run = value / SAMPLED_RUN, last = (value + high - 1) / SAMPLED_RUN;
-                if (!belongs_to_sample(run) && !belongs_to_sample(last)) continue;
-                In part[HIGH_TILE];
-                for (int64_t i = 0; i < high; ++i) part[i] = x[(row + i) * units.count + first + j];
-                make_keys(part, high, exponent, keys + value);
-            }
-        });
-        make_keys(x + units.whole(), numel - units.whole(), exponent, keys + units.whole());
     }
 
     // All at once.

@@ -75,7 +75,8 @@ inline void transpose_tile(const T*, From from, To to) {
 
 #endif
 
-// to(j)[i] = from(i)[j] for all i below `rows` and j below `columns`; T is what they hold.
+// to(j)[i] = from(i)[j] for all i below `rows` and j below `columns`; T is what they hold. Whole lines of a cache are written,
+// of so few rows that it keeps them.
 template <class T, class From, class To>
 inline void transpose(int64_t rows, int64_t columns, From from, To to) {
     for (int64_t j = 0; j < columns; j += TILE)
@@ -89,4 +90,12 @@ inline void transpose(int64_t rows, int64_t columns, From from, To to) {
             for (int64_t column = j; column < behind; ++column)
                 for (int64_t row = i; row < last; ++row) to(column)[row] = from(row)[column];
         }
+}
+
+// The same, but whole lines of a cache are read.
+template <class T, class From, class To>
+inline void transpose_by_rows(int64_t rows, int64_t columns, From from, To to) {
+    for (int64_t i = 0; i < rows; i += TILE)
+        transpose<T>(rows - i < TILE ? rows - i : TILE, columns, [&](int64_t row) { return from(i + row); },
+                     [&](int64_t column) { return to(column) + i; });
 }

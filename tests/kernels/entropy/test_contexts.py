@@ -253,3 +253,27 @@ def test_inf_and_nan_are_of_one_size(columns):
         wild[[5, 1000]] = special
         codes.append(cpu.encode_entropy(wild, frame))
     assert all(torch.equal(code, codes[0]) for code in codes)
+
+
+@pytest.mark.parametrize(
+    ("numel", "cuts", "units"),
+    [
+        ((1 << 18) + 37, (), None),
+        (300_001, (90_000, 200_000, 250_000), None),
+        ((1 << 18) + 37, (), SortedBlocks(4096, 64, False)),
+        (263 * 1000, (), SortedBlocks(263, 1000, True)),
+        (97 * 2731 + 13, (), SortedBlocks(97, 2731, True)),
+        (40 * 7001, (), SortedBlocks(7001, 40, True)),
+    ],
+    ids=["runs", "contexts", "rows", "columns", "columns with a rest", "short columns"],
+)
+def test_cpp_samples_the_runs_of_the_reference(numel, cuts, units):
+    """The first step of a large dithered message comes from a sample, copied in the order of the tensor: all
+    backends must take the same runs, and count each value in the context that it is coded in."""
+    generator = torch.Generator().manual_seed(numel)
+    x = torch.randn(numel, generator=generator)
+    if units is not None and units.columns:
+        x[: units.numel] *= torch.randn(units.count, generator=generator).exp().repeat(units.size)
+    frame = frame_of(numel, 2, cuts, dithered=True, units=units)
+    assert frame.is_sampled
+    assert_same_bits(cpu.encode_entropy(x, frame, 7), reference.encode_entropy(x, frame, 7))
