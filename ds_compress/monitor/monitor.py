@@ -364,8 +364,7 @@ def record_page(file: Path) -> None:
 
 
 def _find_wandb_run() -> Any:
-    wandb = sys.modules.get("wandb")  # nobody can have a run without having imported it
-    return wandb and wandb.run
+    return getattr(sys.modules.get("wandb"), "run", None)  # nobody has a run without having imported it
 
 
 def add_tensorboard_layout(writer: Any, boundaries: int) -> None:
