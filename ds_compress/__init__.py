@@ -16,7 +16,6 @@ _HOMES = {
     "Context": "codec",
     "Feedback": "feedback",
     "FeedbackCodec": "feedback",
-    "SubspacePipeline": "engine.subspace",
     "TensorSpec": "codec",
     "__version__": "version",
     "build": "codecs",

@@ -31,14 +31,8 @@ def run(args: argparse.Namespace) -> int:
         try:
             from ds_compress.hf.merge import merge
             from ds_compress.hf.run_folder import BEST, LATEST
-            from ds_compress.hf.subspace import FILE
         except ImportError as error:
             raise CompressionError(f'ds-compress merge: {error}; pip install "ds_compress[hf]"') from None
     merge(args.out, args.to, BEST if args.best else LATEST)
     print(f"wrote {args.to}")
-    if (args.to / FILE).exists():
-        print(
-            f"{FILE} holds layers that the model needs: put them in with "
-            f"ds_compress.hf.subspace.restore(model, {str(args.to)!r}) (docs/subspace.md)"
-        )
     return 0

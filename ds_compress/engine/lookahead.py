@@ -11,11 +11,10 @@ compute. Their messages are sent at their own place.
 """
 
 import contextlib
-import itertools
-import operator
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -46,22 +45,16 @@ class _Step(list[Any]):
     indices: range  # of its instructions in the schedule
 
     def __iter__(self) -> Iterator[Any]:
-        # All in C, without a Python call per instruction. Sends whose message has left early are skipped;
-        # instructions that a program appends have no index in the schedule
-        at = self.plan.at
-        indices, asked = itertools.tee(itertools.chain(self.indices, itertools.repeat(NOWHERE)))
-        stays = map(operator.not_, map(self.plan.left.__contains__, asked))
-        first, second = itertools.tee(itertools.compress(zip(indices, super().__iter__()), stays))
-        noted = map(at.append, map(operator.itemgetter(0), first))
-        taken: Iterator[Any] = map(operator.itemgetter(1), zip(noted, map(operator.itemgetter(1), second)))
-        taken = itertools.chain(taken, filter(None, map(at.append, (NOWHERE,))))
-        return self._tracked(taken) if self.plan.tracking else taken
-
-    def _tracked(self, instructions: Iterator[Any]) -> Iterator[Any]:
-        for instruction in instructions:
-            context = self.plan.tracking() if self.plan.tracking and computes(instruction) else None
+        plan = self.plan
+        # Instructions that a program appends have no index in the schedule
+        for index, instruction in zip(chain(self.indices, repeat(NOWHERE)), super().__iter__()):
+            if index in plan.left:  # a send whose message has left early
+                continue
+            plan.at = index
+            context = plan.tracking() if plan.tracking and computes(instruction) else None
             with context or contextlib.nullcontext():
                 yield instruction
+        plan.at = NOWHERE
 
 
 class Lookahead:
@@ -86,7 +79,7 @@ class Lookahead:
             for name in ("__iter__", "__next__")
         )
         self.tracking = tracking
-        self.at = deque([NOWHERE], maxlen=1)
+        self.at = NOWHERE
         """The index of the instruction in progress; NOWHERE outside of one."""
 
         self.left: set[int] = set()
@@ -113,7 +106,7 @@ class Lookahead:
     @property
     def current(self) -> Any:
         """Return the instruction in progress; None outside of one."""
-        index = self.at[0]
+        index = self.at
         return None if index == NOWHERE else self._flat[index]
 
     def receives_ahead(self, device: torch.device) -> bool:
@@ -123,7 +116,7 @@ class Lookahead:
     def leaves_early(self, made_by: type, buffer_id: int) -> bool:
         """Return whether the message that `made_by`, in progress, has just put into `buffer_id` may leave
         now; if so it counts as gone."""
-        index = self.at[0]
+        index = self.at
         send = self.early.get(index, NOWHERE)
         if send == NOWHERE:
             return False

@@ -42,7 +42,7 @@ def _around_pass(name: str, kind: type, send: type, instruction: Instruction) ->
         with profiler.timed(name, buffer_id) if profiler else _UNTIMED:
             session.original[kind](engine, buffer_id, *args, **kwargs)
         lookahead = session.lookahead
-        may_leave = session.is_eager and lookahead.at[0] in lookahead.early
+        may_leave = session.is_eager and lookahead.at in lookahead.early
         if may_leave and is_forward:
             # A shape message that goes DeepSpeed's way goes first, in its own order
             in_order = engine.dynamic_shape or engine.first_output_send
@@ -60,7 +60,7 @@ def _around_send(kind: type, instruction: Instruction) -> Callable[..., None]:
 
     def run_send(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
         session = engine.ds_compress
-        if session.lookahead.at[0] not in session.lookahead.left:
+        if session.lookahead.at not in session.lookahead.left:
             send = partial(session.original[kind], engine, buffer_id, *args, **kwargs)
             session.send(instruction, buffer_id, send)
 

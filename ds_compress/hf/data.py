@@ -142,12 +142,6 @@ class Sequences:
             chosen = numbers.reshape(sizes)[:, replica]
             yield [self._batch([_find(self.train, number) for number in row], length) for row in chosen]
 
-    def draw_samples(self, count: int) -> list[Any]:
-        """Return inputs of `count` sequences, each without padding."""
-        numbers = [int(number) for _, (number,) in itertools.islice(self._draw_steps(1), count)]
-        rows = [_find(self.train, number) for number in numbers]
-        return [self._batch([row], row.shape[1])[0] for row in rows]
-
     def _draw_steps(self, together: int) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the length of each step, and the numbers of its `together` sequences.
 

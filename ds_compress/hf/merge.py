@@ -23,7 +23,6 @@ from ds_compress.hf.quantized import dequantize, make_plain
 from ds_compress.hf.run_folder import LATEST
 from ds_compress.hf.settings import NAME, Settings, read_settings
 from ds_compress.hf.structure import replace_module
-from ds_compress.hf.subspace import number_with_pairs, save_pairs
 from ds_compress.hf.weights import INDEX
 
 ADAPTER = "adapter"
@@ -37,9 +36,6 @@ PART = "part-{}"
 def merge(run: Path, to: Path, which: str = LATEST) -> None:
     """Write a checkpoint of `run`, the last one or the best, to the folder `to`.
 
-    The pairs of layers of a run with "subspace" go into a file of their own, as no Transformers architecture
-    has them.
-
     Raises:
         CompressionError: `run` has no complete checkpoint, or lacks layers; or `to` is not empty.
     """
@@ -49,20 +45,16 @@ def merge(run: Path, to: Path, which: str = LATEST) -> None:
     to.mkdir(parents=True, exist_ok=True)
     model = Path(settings.model)
     lora = settings.lora.to_peft(settings.model) if settings.lora else None
-    stages = settings.stages if settings.subspace else 1
-    specs, bounds = make_layer_specs(model, stages, lora, None, False, settings.seed, settings.quantize)
-    cuts = bounds[1:-1] if settings.subspace else []
+    specs, _ = make_layer_specs(model, 1, lora, None, False, settings.seed, settings.quantize)
     adapters: dict[str, Tensor] = {}
     shards: list[dict[str, int]] = []
-    for part in _load_parts(specs, checkpoint, cuts, settings.lora is not None):
+    for part in _load_parts(specs, checkpoint, settings.lora is not None):
         adapters |= adapter_tensors(part)
         if tensors := merged_tensors(part):
             save_file(tensors, to / PART.format(len(shards)), metadata=FORMAT)
             shards.append({name: tensor.nbytes for name, tensor in tensors.items()})
     _name_shards(shards, to)
     _copy_configs(settings, to)
-    if cuts:
-        save_pairs(checkpoint, cuts, to)
     if lora:
         lora.save_pretrained(str(to / ADAPTER))
         save_file(adapters, to / ADAPTER / "adapter_model.safetensors", metadata=FORMAT)
@@ -108,22 +100,19 @@ def _copy_configs(settings: Settings, to: Path) -> None:
         (to / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _load_parts(
-    specs: list[LayerSpec], checkpoint: Path, cuts: list[int], frozen: bool
-) -> Iterator[LoadedPart]:
+def _load_parts(specs: list[LayerSpec], checkpoint: Path, frozen: bool) -> Iterator[LoadedPart]:
     """Yield every part with its trained weights; a tied embedding comes once, and its head has none.
 
     Args:
         specs: of all parts.
         checkpoint: folder that DeepSpeed wrote.
-        cuts: where the pipeline has pairs of layers between the parts.
         frozen: whether the checkpoint holds adapters alone.
     """
     for number, spec in enumerate(specs):
         if isinstance(spec, TiedLayerSpec) and number > 0:
             continue
         part: LoadedPart = spec.build()
-        stored = sorted(checkpoint.glob(f"layer_{number_with_pairs(number, cuts):02}-*model_states.pt"))
+        stored = sorted(checkpoint.glob(f"layer_{number:02}-*model_states.pt"))
         if not stored:
             raise CompressionError(
                 f"{checkpoint}: layer {number} of the pipeline is missing; if the machines do not share this "

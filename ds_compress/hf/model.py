@@ -14,7 +14,6 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentra
 from peft import LoraConfig
 from transformers import AutoConfig, PretrainedConfig
 
-from ds_compress.engine.subspace import SubspacePipeline
 from ds_compress.errors import CompressionError, failures_at, shown
 from ds_compress.hf.part import (
     EMBEDDING,
@@ -70,7 +69,7 @@ class LoadedEmbedding(LoadedPart):
         return self.model.get_submodule(self._embedding).weight  # type: ignore[return-value]
 
 
-class TransformersPipeline(SubspacePipeline):
+class TransformersPipeline(PipelineModule):
     """Run the parts of a Transformers model as a pipeline, cut at given bounds."""
 
     def __init__(self, specs: list[LayerSpec], bounds: list[int], **options: Any):
@@ -230,8 +229,6 @@ def pipeline_module(
     activation_checkpoint_interval: int = 0,
     seed: int = 1234,
     topology: Any = None,
-    rank: int | None = None,
-    samples: Sequence[Any] = (),
 ) -> PipelineModule:
     """Build a pipeline for `deepspeed.initialize` from a causal language model that Transformers saved.
 
@@ -251,8 +248,6 @@ def pipeline_module(
             activations.
         seed: of the adapters' initial weights.
         topology: DeepSpeed's process topology, needed for more than stages and replicas.
-        rank, samples: experimental, see `SubspacePipeline`: send so many coefficients instead of each hidden
-            state, in a basis that starts as principal components of the samples.
 
     Raises:
         CompressionError: there is no such checkpoint, or the model cannot be cut into stages.
@@ -265,6 +260,4 @@ def pipeline_module(
         topology=topology,
         activation_checkpoint_interval=activation_checkpoint_interval,
         activation_checkpoint_func=non_reentrant_checkpoint,
-        rank=rank,
-        samples=samples,
     )

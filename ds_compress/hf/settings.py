@@ -43,15 +43,6 @@ class Lora(Options):
         )
 
 
-class Subspace(Options):
-    """Send a few coefficients instead of each hidden state, in a basis that is trained with the model."""
-
-    rank: int = Field(ge=1, le=2**16)
-    """Coefficients of a hidden state."""
-    samples: int = Field(default=32, ge=1, le=10**5)
-    """Sequences for the initial basis: the principal components of their hidden states."""
-
-
 class Data(Options):
     """Training data: plain text, or records.
 
@@ -114,9 +105,6 @@ class Settings(Options):
     """An ordinary DeepSpeed config, "ds_compress" block included."""
     lora: Lora | None = None
     """Train adapters; null: train all parameters."""
-    subspace: Subspace | None = None
-    """Experimental: narrower messages. The trained model computes its best only with its basis between the
-    layers, which `ds-compress merge` writes beside the model; null: send whole hidden states."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Dtype of the model's weights; null: as in the checkpoint. Adapters are fp32. If all parameters are
     trained in bf16, the optimizer keeps an fp32 copy of them."""

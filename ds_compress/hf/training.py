@@ -45,9 +45,6 @@ class FinetuneRun:
         config = load_config(Path(settings.model))
         check_length(config, settings.lengths[-1])
         self.tokenizer, self.data = self._load_data(config)
-        samples = settings.subspace.samples if settings.subspace else 0
-        if samples and self.folder.find_last_step() is not None:
-            samples = 1  # a checkpoint will replace the initial basis
         module = pipeline_module(
             settings.model,
             settings.stages,
@@ -57,8 +54,6 @@ class FinetuneRun:
             positions=settings.sends_positions,
             activation_checkpoint_interval=settings.activation_checkpoint_interval,
             seed=settings.seed,
-            rank=settings.subspace.rank if settings.subspace else None,
-            samples=self.data.draw_samples(samples),
         )
         self.engine, *_ = deepspeed.initialize(
             model=module,

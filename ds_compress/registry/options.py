@@ -45,6 +45,7 @@ REMOVED = {
     "unbiased": 'quantize and entropy have "rounding": "dither"',
     "mixed": '4 bits with "hadamard": true lose less in fewer bytes',
     "rotate": "codec 'entropy' has it, and loses less in as many bits",
+    "subspace": "recipe 'aggressive' loses less in as many bytes",
 }
 """Keys and values of earlier releases that are gone, and what to use instead."""
 

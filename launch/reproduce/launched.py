@@ -9,7 +9,7 @@ from torch import nn
 from ds_compress.simulate import simulate, traffic
 from launch.reproduce.grid import append_row, is_row_of, read_rows
 from launch.reproduce.pipeline import pipeline
-from launch.reproduce.run import Row, Run, environment, stages_of, task_of, train
+from launch.reproduce.run import Row, Run, environment, task_of, train
 from launch.reproduce.task import STAGES
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def compared(run: Run, data: Path, results: Path) -> Row:
     """Compare losses of all steps and bytes of a pipeline with those of `simulate`."""
     torch.set_num_threads(1)
     task = task_of(run.preset, run.task, data, results / "cache")
-    stages = nn.Sequential(*stages_of(run, task))
+    stages = nn.Sequential(*task.stages(run.seed))
     model = simulate(stages, {"ds_compress": run.block}, range(1, STAGES), task.steps_per_epoch)
     expected, _ = train([model], {}, task, run.seed, CPU)
     found = pipeline(run, data, results, len(expected))

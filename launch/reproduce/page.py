@@ -25,8 +25,6 @@ A row holds the block, the sizes, the seed, the processor and the releases that 
 `python launch/reproduce.py --data FOLDER --only TASK/SETTING --seed N` makes it again.
 
 - Four stages, three boundaries, fp32, in `simulate`, whose losses are those of a real pipeline bit for bit.
-- `subspace` and a number: so many coefficients of each hidden state cross, in a basis that is trained
-  ([subspace.md](subspace.md)). Bytes are compared with those of hidden states; errors are the codec's alone.
 - On and off: the state that training ended in, the last and not the best one, evaluated with messages
   compressed (without feedback) and as they are.
 - Bits for each value and bytes are what was sent in training: warm-up, first visits of AQ-SGD and headers

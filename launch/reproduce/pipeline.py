@@ -15,7 +15,7 @@ from torch import nn
 from ds_compress.config import DIRECTIONS
 from ds_compress.simulate import simulate
 from launch.demo import deepspeed_launcher, total_bytes
-from launch.reproduce.run import BITS, Row, Run, environment, evaluated, outcome, stages_of
+from launch.reproduce.run import BITS, Row, Run, environment, evaluated, outcome
 from launch.reproduce.task import STAGES, Task
 
 
@@ -37,7 +37,7 @@ def executed(run: Run, task: Task, data: Path, results: Path, device: torch.devi
     started = time.perf_counter()
     found = pipeline(run, data, results, task.epochs * task.steps_per_epoch)
     ranks = [json.loads((found.folder / f"rank-{rank}.json").read_text()) for rank in range(STAGES)]
-    stages = nn.Sequential(*stages_of(run, task))
+    stages = nn.Sequential(*task.stages(run.seed))
     weights = [torch.load(found.folder / f"rank-{rank}.pt") for rank in range(STAGES)]
     stages.load_state_dict({name: tensor for own in weights for name, tensor in own.items()})
     trained = {"policy": "constant", "boundaries": ranks[0]["adopted"], "warmup_steps": 0, "warmup_epochs": 0}

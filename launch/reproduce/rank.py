@@ -15,7 +15,7 @@ import torch
 from deepspeed.pipe import PipelineModule
 
 from ds_compress.config import DIRECTIONS
-from launch.reproduce.run import Run, stages_of, task_of
+from launch.reproduce.run import Run, task_of
 from launch.reproduce.settings import Block
 from launch.reproduce.task import STAGES, Task
 
@@ -64,7 +64,7 @@ def main() -> None:
     preset, name, setting, seed = args.run
     run = Run(preset, name, setting, int(seed))
     task = task_of(preset, name, args.data, args.results / "cache")
-    module = PipelineModule(stages_of(run, task), STAGES, loss_fn=task.loss, partition_method="uniform")
+    module = PipelineModule(task.stages(run.seed), STAGES, loss_fn=task.loss, partition_method="uniform")
     optimizer = task.optimizer([p for p in module.parameters() if p.requires_grad])
     engine, *_ = deepspeed.initialize(
         model=module,

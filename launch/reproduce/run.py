@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import math
 import os
 import platform
@@ -13,10 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from deepspeed.pipe import LayerSpec
 from torch import nn
 
-from ds_compress.engine.subspace import Widen, find_bases, insert_pairs
 from ds_compress.simulate import SimulatedReplicas, Traffic, announce, evaluating, simulate, traffic
 from launch.reproduce.language import Language
 from launch.reproduce.presets import PRESETS
@@ -26,9 +23,6 @@ from launch.reproduce.vision import Vision
 
 KINDS: dict[str, Any] = {"vision": Vision, "language": Language}
 PACKAGES = ("torch", "ds_compress", "deepspeed", "transformers")
-SUBSPACE = "subspace"
-"""Key of a setting beside those of its block: how many coefficients are sent instead of a hidden state."""
-SAMPLES = 4  # batches that a basis is found from
 ON_AND_OFF = {"on": "compressed", "off": "uncompressed"}
 BITS = 32  # of a value that is not compressed: both tasks train in fp32
 
@@ -46,22 +40,13 @@ class Run(NamedTuple):
     @property
     def block(self) -> Block:
         """The "ds_compress" block of the setting."""
-        return {key: value for key, value in self._all.items() if key != SUBSPACE}
-
-    @property
-    def rank(self) -> int | None:
-        """Coefficients sent per hidden state, or None."""
-        return self._all.get(SUBSPACE)
-
-    @property
-    def _all(self) -> Block:
         return SETTINGS[self.task][self.setting]
 
     @property
     def identity(self) -> Row:
         """The columns that identify the row of this run, blocks and sizes included."""
         size = dataclasses.asdict(PRESETS[self.preset][self.task])
-        return {**self._asdict(), "block": self._all, "size": size}
+        return {**self._asdict(), "block": self.block, "size": size}
 
 
 @functools.lru_cache(maxsize=2)
@@ -78,7 +63,7 @@ def execute(run: Run, task: Task, device: torch.device) -> Row:
     """
     started = time.perf_counter()
     config = {"ds_compress": run.block}
-    stages = nn.Sequential(*stages_of(run, task)).to(device)
+    stages = nn.Sequential(*task.stages(run.seed)).to(device)
     count = getattr(PRESETS[run.preset][run.task], "replicas", 1)
     models = [
         simulate(stages, config, range(1, STAGES), task.steps_per_epoch, replica=replica)
@@ -89,32 +74,12 @@ def execute(run: Run, task: Task, device: torch.device) -> Row:
     return {
         **run.identity,
         **outcome(losses, task),
-        **traffic_columns(sent, narrowing_factor(stages)),
+        **traffic_columns(sent),
         **(replica_columns(replicas, stages, count) if count > 1 else {}),
         **evaluated(models[0], task, device),
         "seconds": round(time.perf_counter() - started, 1),
         **environment(device),
     }
-
-
-def stages_of(run: Run, task: Task) -> list[nn.Module]:
-    """Build the model of a run in four stages, with a layer pair at each cut if the setting asks for one."""
-    stages = task.stages(run.seed)
-    if run.rank is None:
-        return stages
-    cuts = range(1, STAGES)
-    samples = [inputs for inputs, *_ in itertools.islice(task.epoch(run.seed, 0), SAMPLES)]
-    found = find_bases(stages, cuts, samples, run.rank, torch.device("cpu"))
-    layers, inside = insert_pairs(stages, cuts, found)
-    built = [layer.build() if isinstance(layer, LayerSpec) else layer for layer in layers]
-    bounds = [0, *inside, len(built)]
-    return [nn.Sequential(*built[start:end]) for start, end in itertools.pairwise(bounds)]
-
-
-def narrowing_factor(stages: nn.Module) -> float:
-    """Return how many values of a hidden state each sent value stands for."""
-    wide = [module.weight for module in stages.modules() if isinstance(module, Widen)]
-    return wide[0].shape[0] / wide[0].shape[1] if wide else 1.0
 
 
 def evaluated(model: nn.Module, task: Task, device: torch.device) -> Row:
@@ -190,22 +155,18 @@ def clip(model: nn.Sequential, largest: float) -> None:
             parameter.grad.mul_(coefficient)
 
 
-def traffic_columns(sent: list[Traffic], narrowing_factor: float) -> Row:
-    """Return the columns of traffic: bytes, bits per value and errors of all boundaries in training.
-
-    Args:
-        narrowing_factor: how many values of a hidden state one that crossed stands for.
-    """
+def traffic_columns(sent: list[Traffic]) -> Row:
+    """Return the columns of traffic: bytes, bits per value and errors of all boundaries in training."""
     row: Row = {}
     for direction in ("forward", "backward"):
         own = [each for each in sent if each.direction == direction]
-        raw, wire = round(narrowing_factor * sum(s.raw_bytes for s in own)), sum(s.wire_bytes for s in own)
+        raw, wire = sum(s.raw_bytes for s in own), sum(s.wire_bytes for s in own)
         error = sum(each.relative_error for each in own) / len(own)
         row[f"bits_{direction}"] = round(BITS * wire / raw, 4)
         row[f"error_{direction}"] = round(error, 5) if math.isfinite(error) else None
     row["gradient_error"] = round(max(each.gradient_error for each in sent), 5)
     row["warnings"] = sorted({limit for each in sent for limit in each.warnings})
-    row["raw_bytes"] = round(narrowing_factor * sum(s.raw_bytes for s in sent))
+    row["raw_bytes"] = sum(s.raw_bytes for s in sent)
     row["wire_bytes"] = sum(s.wire_bytes for s in sent)
     return row
 

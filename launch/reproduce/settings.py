@@ -53,11 +53,6 @@ def basis(bits: float, refresh: int = 50, **options: Any) -> Block:
     return entropy(bits, rotate="learned", refresh_steps=refresh, **options)
 
 
-def subspace(rank: int, bits: float) -> Block:
-    """A trained layer pair at each cut, and entropy coding of the coefficients between them."""
-    return contexts(bits, bits, subspace=rank)
-
-
 def topk(percent: float, **options: Any) -> Block:
     return {"name": "topk", "density": percent / 100, **options}
 
@@ -169,11 +164,6 @@ CHANGING: dict[str, Block] = {
     "group-budget0.1": policy("budget", [8, 6, 5, 4, 3, 2], error=0.1),
     "auto-balanced": {"recipe": "auto", "quality": "balanced"},
     "group-budget0.2": policy("budget", [8, 6, 5, 4, 3, 2], error=0.2),
-}
-
-ROWS_OF_CHANNELS: dict[str, Block] = {
-    # what takes the last dimension of a message for its channels, which it is in a transformer alone
-    **{f"subspace{rank}-entropy4/4": subspace(rank, 4) for rank in (64, 32, 16)},
 }
 
 FORWARD = {
@@ -292,7 +282,7 @@ LAUNCHED = ("none", "minmax4/8", "topk10-reuse", "topk10-ef-warmup", "topk30-aqs
 BOTH_TASKS = (
     NONE | PAPER | BEYOND | CHANGING | ONE_DIRECTION | BOTH_DIRECTIONS | GRADIENTS | CANDIDATES | RECIPES
 )
-LANGUAGE = BOTH_TASKS | ROWS_OF_CHANNELS | REPLICAS
+LANGUAGE = BOTH_TASKS | REPLICAS
 VISION = BOTH_TASKS
 
 SETTINGS: dict[str, dict[str, Block]] = {

@@ -9,7 +9,6 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.config import Config
-from ds_compress.engine.subspace import SubspacePipeline
 from ds_compress.errors import CompressionError
 from tests.support.pipeline import (
     WIDTH,
@@ -302,28 +301,3 @@ def test_the_guard_relaxes_on_all_ranks_alike():
     assert ranks[0]["codecs"] == ranks[1]["codecs"] and ranks[0]["losses"] == ranks[1]["losses"]
     first, *_, last = ranks[0]["codecs"]
     assert first == [("none", "topk(density=0.02)"), ("none", "topk(density=0.04)")] and first != last
-
-
-def with_subspace(bases, rank):
-    """The class of the engine, or the error."""
-    kind = type("Narrow", tuple(bases), {})
-    torch.manual_seed(1)
-    topology = PipeDataParallelTopology(num_pp=2, num_dp=1)
-    samples = [next(batches())[0]]
-    try:
-        module = kind(layers(8), topology=topology, loss_fn=loss_fn, rank=rank, samples=samples)
-        engine, *_ = deepspeed.initialize(model=module, config=config(), model_parameters=module.parameters())
-    except CompressionError as error:
-        return str(error)
-    data = batches()
-    return engine.train_batch(data).item()
-
-
-@pytest.mark.parametrize("order", [1, -1], ids=["before", "behind"])
-@pytest.mark.extended(keep=1)
-def test_a_subspace_is_refused(order):
-    """It trained without a word, with pairs in places where nothing crosses, or none where it does."""
-    kinds = [SubspacePipeline, dualpipev.DualPipeVModule][::order]
-    output = run_ranks(2, with_subspace, kinds, 4)
-    assert output[0] == output[1] and output[0].startswith("subspace: rank 4: DualPipeV is not supported")
-    assert all(loss > 0 for loss in run_ranks(2, with_subspace, kinds, None))

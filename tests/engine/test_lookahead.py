@@ -25,8 +25,8 @@ def left_early(schedule, depth=1):
             assert lookahead.current is instruction
             if kind in (ForwardPass, BackwardPass):
                 lookahead.leaves_early(kind, instruction.buffer_id)
-            assert lookahead.at[0] not in lookahead.left
-            done.append(lookahead.at[0])
+            assert lookahead.at not in lookahead.left
+            done.append(lookahead.at)
         assert lookahead.current is None
     flat = [instruction for step in lookahead.steps() for instruction in list.__iter__(step)]
     assert sorted([*done, *lookahead.left]) == list(range(len(flat)))

@@ -60,12 +60,6 @@ def test_what_is_kept_is_as_large_as_the_documents(tmp_path):
     assert kept < 2 * 4 * tokens + 8 * 100 + 500
 
 
-def test_samples_of_a_basis_have_no_padding(sequences):
-    own = Counter(own_rows(sequences))
-    samples = sequences.draw_samples(len(sequences))
-    assert Counter(tuple(ids[0].tolist()) for ids in samples) == own
-
-
 @pytest.mark.parametrize("documents", [["cat " * 5, "cat " * 20], ["cat " * 5] * 9 + ["cat " * 20]])
 def test_of_a_length_with_one_document_none_is_held_out(tmp_path, documents):
     """A single document of a length was held out, so a length was never trained on."""

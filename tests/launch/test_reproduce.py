@@ -110,14 +110,6 @@ def test_bits_count_warmup_and_first_visits(whole):
     assert visits["bits_backward"] == pytest.approx(kept, rel=0.2)
 
 
-def test_narrow_messages_are_measured_against_wide_ones(whole, data, tmp_path):
-    """Those of the smallest task are too few values for a codec."""
-    name = "language/subspace16-entropy4/4"
-    row = grid(data, tmp_path, "--seed", "0", "--only", name)[name, 0]
-    assert row["raw_bytes"] == rows_of(whole)["language/none", 0]["raw_bytes"]
-    assert row["bits_forward"] == pytest.approx(32 * 16 / PRESETS["smoke"]["language"].hidden, rel=0.1)
-
-
 @pytest.mark.extended
 def test_an_interrupted_grid_goes_on_to_the_same_rows(whole, data, tmp_path):
     """Its file ends in the middle of a row; the rest is done by two processes."""
