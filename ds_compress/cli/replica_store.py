@@ -1,6 +1,7 @@
 """ds-compress replica-store: where replicas that are launched apart meet, until it is stopped."""
 
 import argparse
+import os
 import resource
 import threading
 from contextlib import suppress
@@ -28,6 +29,9 @@ def run(args: argparse.Namespace) -> int:
     # strangers that connect and stay must not use up what replicas need
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    # torch looks up the name of each address that connects, in the one thread that serves all: where no name
+    # server answers, each stranger stopped the store for 5 s
+    os.environ["RES_OPTIONS"] = "attempts:0"
     try:
         store = TCPStore("localhost", args.port, is_master=True, wait_for_workers=False)
     except RuntimeError as error:
