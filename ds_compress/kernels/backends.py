@@ -24,8 +24,8 @@ from ds_compress.kernels.quantize.grid import Grid
 logger = logging.getLogger(__name__)
 
 ALGORITHMS = ("quantize", "feedback", "topk", "entropy", "fp8", "lossless")
-ON_GPU = ALGORITHMS[:4]
-"""Those with kernels in Triton."""
+ON_GPU = ("quantize", "feedback", "entropy")
+"""Those with kernels in Triton; the others run in PyTorch on a GPU."""
 
 CPU_DEVICE = torch.device("cpu")
 
@@ -127,10 +127,6 @@ def self_test(backend: Backend, device: torch.device) -> None:
             raise RuntimeError(f"{name}: its bits differ from those of PyTorch")
 
 
-LONG = 40_000
-"""Entries of a row that is long enough to be sampled."""
-
-
 def _quantize(backend: Backend, device: torch.device) -> tuple[Tensor, ...]:
     groups, grid = _values(40 * 128, torch.float32, device).view(40, 128), Grid(4, hadamard=True)
     parts = backend.quantize(groups, grid)
@@ -143,30 +139,16 @@ def _feedback(backend: Backend, device: torch.device) -> tuple[Tensor, ...]:
     return *parts, *state
 
 
-def _selection(backend: Backend, device: torch.device) -> tuple[Tensor, ...]:
-    x, k = _values(LONG, torch.bfloat16, device), LONG // 10
-    entries, values = backend.select_largest(x.view(1, -1), k)
-    bits = entries if entries.dtype == torch.uint8 else backend.set_bits(entries, LONG)
-    kept = backend.gather(x, bits, k)
-    return bits, values, kept, backend.scatter(kept, bits, (LONG,))
-
-
-def _bit_strings(backend: Backend, device: torch.device) -> tuple[Tensor, ...]:
-    packed = backend.pack_bits(_values(LONG, torch.float32, device) >= 0)
-    return packed, backend.unpack_bits(packed, LONG), backend.list_bits(packed, LONG, 100)
-
-
 def _entropy(backend: Backend, device: torch.device) -> tuple[Tensor, ...]:
-    frame = frame_of(LONG, 2.5)
-    words = backend.encode_entropy(_values(LONG, torch.float32, device), frame)
+    values = _values(40_000, torch.float32, device)
+    frame = frame_of(values.numel(), 2.5)
+    words = backend.encode_entropy(values, frame)
     return words, *backend.decode_entropy(words, frame, torch.float32)
 
 
 EXAMPLES: dict[str, Callable[[Backend, torch.device], tuple[Tensor, ...]]] = {
     "quantize": _quantize,
     "feedback": _feedback,
-    "bit strings": _bit_strings,
-    "selection": _selection,
     "entropy coding": _entropy,
 }
 

@@ -35,7 +35,7 @@ CODECS = (  # and the fraction of copy that is the goal, for encode and decode t
     ({"name": "quantize", "bits": 4}, 0.85),
     ({"name": "quantize", "bits": 2}, 0.85),
     ({"name": "quantize", "bits": 4, "hadamard": True}, 0.70),
-    ({"name": "topk", "values": "raw"}, 0.35),
+    ({"name": "topk", "values": "raw"}, None),
     ({"name": "topk", "values": "raw", "indices": "reuse"}, None),
     ({"name": "fp8"}, None),
 )

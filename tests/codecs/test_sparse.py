@@ -14,7 +14,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.kernels import native
 from ds_compress.kernels.backends import reference
 from ds_compress.kernels.topk import cpu as compiled
-from ds_compress.kernels.topk.reference import sample_plan
+from ds_compress.kernels.topk.cpu import sample_plan
 from ds_compress.kernels.topk.selection import Selection, largest
 from tests.support.codecs import roundtrip, send
 

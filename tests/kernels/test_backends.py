@@ -154,12 +154,6 @@ FAMILY_OF = {
     "quantize": "quantize",
     "dequantize": "quantize",
     "quantize_with_residual": "feedback",
-    "pack_bits": "bit strings",
-    "unpack_bits": "bit strings",
-    "list_bits": "bit strings",
-    "select_largest": "selection",
-    "gather": "selection",
-    "scatter": "selection",
     "encode_entropy": "entropy coding",
     "decode_entropy": "entropy coding",
 }
@@ -167,7 +161,7 @@ FAMILY_OF = {
 
 @pytest.mark.parametrize("name, family", FAMILY_OF.items())
 def test_a_kernel_that_fails_is_found_and_its_family_named(name, family):
-    """Only quantization was tried: a selection that did not compile stopped the first message."""
+    """Only quantization was tried: another kernel that did not compile stopped the first message."""
 
     def failing(*arguments):
         raise ValueError("no such instruction\nand more")

@@ -17,14 +17,12 @@ triton = pytest.importorskip("triton")
 
 from ds_compress.kernels.entropy import triton as entropy  # noqa: E402
 from ds_compress.kernels.quantize import triton as groups  # noqa: E402
-from ds_compress.kernels.topk import triton as selection  # noqa: E402
-from ds_compress.kernels.topk import triton_order_statistics as order  # noqa: E402
 from tests.support.triton import ARCHITECTURES, compile_launch, recorded  # noqa: E402
 
 HERE = Path(__file__).parent
 
 
-EACH_FILE = pytest.mark.parametrize("name", ["quantize", "topk", "entropy"])
+EACH_FILE = pytest.mark.parametrize("name", ["quantize", "entropy"])
 
 
 def run_kernels(name, **environment):
@@ -72,20 +70,10 @@ def every_setting(widths):
     for bits, dither in ((1, None), (4, 2**64 - 1)):
         grid = Grid(bits, symmetric=True, dithered=dither is not None)
         groups.dequantize(groups.quantize(x, grid, dither), grid, torch.float16, None, dither)
-    for dtype, d in ((torch.bfloat16, 100_000), (torch.float32, 100_001), (torch.float16, 1000)):
-        x = torch.zeros(2, d, dtype=dtype)  # with a sample or without, for bits or for indices
-        selection.select_largest(x, 100)
-    bits = torch.zeros(125, dtype=torch.uint8)
-    for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        for entries in (torch.arange(10), bits):
-            selection.gather(torch.zeros(1000, dtype=dtype), entries, 10)
-        selection.scatter(torch.zeros(10, dtype=dtype), bits, (1000,))
     for n, dither in ((100, None), (100_000, None), (100_000, 7)):
         frame = frame_of(n, 2.5, dithered=dither is not None)
         words = entropy.encode_entropy(torch.zeros(n), frame, dither)
         entropy.decode_entropy(words, frame, torch.float32, dither)
-    selection.list_bits(bits, 1000, 10)
-    selection.pack_bits(selection.unpack_bits(bits, 1000))
 
 
 @pytest.mark.timeout(0)
@@ -100,32 +88,10 @@ def every_setting(widths):
 @pytest.mark.extended
 def test_every_kernel_compiles(architecture, widths, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    with recorded(monkeypatch, groups, order, selection, entropy) as launches:
+    with recorded(monkeypatch, groups, entropy) as launches:
         every_setting(widths)
     names = {kernel.fn.__name__ for kernel, _, _ in launches}
-    assert names == {
-        "_quantize",
-        "_dequantize",
-        "_alone",
-        "_together",
-        "_bounds",
-        "_candidates",
-        "_histogram",
-        "_tally",
-        "_count",
-        "_write",
-        "_pack",
-        "_unpack",
-        "_popcount",
-        "_list",
-        "_compress",
-        "_fill_nan",
-        "_expand",
-        "_scan_finite",
-        "_gather",
-        "_encode",
-        "_decode",
-    }
+    assert names == {"_quantize", "_dequantize", "_encode", "_decode"}
     for kernel, args, named in launches:
         compiled = compile_launch(kernel, args, named, architecture)
         assert compiled.asm["cubin"]

@@ -1,5 +1,6 @@
 """Selection on the CPU by kth_largest.cpp and selection.cpp; short tensors in numpy."""
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from ds_compress.kernels.native.function import (
     for_each_dtype,
 )
 from ds_compress.kernels.topk import reference
-from ds_compress.kernels.topk.reference import INFINITY, first_look
+from ds_compress.kernels.topk.reference import INFINITY
 
 __all__ = reference.__all__
 
@@ -74,6 +75,36 @@ def _gather_plan(dtype: torch.dtype, n: int, count: int) -> CopyPlan:
 def _scatter_plan(dtype: torch.dtype, shape: tuple[int, ...], count: int) -> CopyPlan:
     template = empty_template(shape, dtype)
     return CopyPlan(_scatter[dtype].bind(n=template.numel(), count=count), template)
+
+
+def sample_plan(d: int, k: int, least: int) -> tuple[int, int, int]:
+    """Plan a sample of a row of `d` entries that brackets its k-th largest.
+
+    The number of sampled entries among the k largest is about Poisson, and the ranks lie three of its
+    standard deviations to each side. The stride shares no factor with d, hence none with the last dimension:
+    otherwise the sample would see some channels only, and outlier channels are common.
+
+    Args:
+        least: entries of the sample at least.
+
+    Returns:
+        (stride, high, low): every stride-th entry is sampled. The k-th largest of the row almost surely lies
+        between the samples of these two ranks, 1 being the largest.
+    """
+    stride = max(1, d // least)
+    while math.gcd(stride, d) > 1:
+        stride += 1
+    length = -(-d // stride)
+    expected = k * length / d
+    margin = 3 * math.sqrt(expected) + 1
+    return stride, max(1, int(expected - margin)), min(length, math.ceil(expected + margin))
+
+
+@lru_cache(maxsize=1024)  # most messages have the shape of the one before
+def first_look(d: int, k: int) -> tuple[int, int, int]:
+    """Return `sample_plan` for a sample about four of whose entries are among the k largest. It only says
+    where to search first, and ranking it costs no more time than it saves."""
+    return sample_plan(d, k, min(1 << 14, max(min(d // 16, 1 << 10), d // 64, 4 * d // k)))
 
 
 class LargestPlan:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.kernels.backends import cpu, reference
-from ds_compress.kernels.topk.reference import first_look
+from ds_compress.kernels.topk.cpu import first_look
 from tests.support.codecs import assert_same_bits
 from tests.support.kernels import EACH_TARGET, compiled_for
 
