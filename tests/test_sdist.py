@@ -158,5 +158,5 @@ def test_a_job_over_two_machines_is_looked_at_and_trained(tmp_path):
     environment = {**os.environ, **job, "PATH": path, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     done = subprocess.run([SLURM, settings], env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "good  clocks differ" in done.stdout and "perplexity after: " in done.stderr
+    assert "the slowest link gives" in done.stdout and "perplexity after: " in done.stderr
     assert sorted(losses(tmp_path / "out")) == [1, 2, 3, 4, 5, 6]

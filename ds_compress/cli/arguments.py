@@ -14,8 +14,11 @@ LARGEST_SHAPE = 2**40
 """Elements; PyTorch counts bytes in 64 bits."""
 
 
-RENAMED = {"--held-mb": "--activation-mb"}
-"""What options were called in earlier releases."""
+OLD = {
+    "--held-mb": "is now --activation-mb",
+    "--hostfile": "was removed: deepspeed --hostfile FILE --num_gpus 1 --module ds_compress doctor",
+}
+"""Options of earlier releases, and what to use instead."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -23,8 +26,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         words = message.split()
-        renamed = [f"{old} is now {new}" for old, new in RENAMED.items() if old in words]
-        self.exit(2, f"{self.prog}: {'; '.join([' '.join(words), *renamed])}\n")
+        instead = [f"{old} {what}" for old, what in OLD.items() if old in words]
+        self.exit(2, f"{self.prog}: {'; '.join([' '.join(words), *instead])}\n")
 
 
 def shape(text: str) -> tuple[int, ...]:

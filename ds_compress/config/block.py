@@ -106,12 +106,9 @@ class GuardOptions(Options):
     steps. A TopK that keeps up may reach 0.5 / density."""
     nonfinite: float = Field(default=0.0, ge=0, le=1)
     """Largest share of a step's messages that hold inf or nan, in two consecutive measured steps."""
-    action: Literal["warn", "relax", "stop"] = "warn"
+    action: Literal["warn", "stop"] = "warn"
     """What happens beyond a limit. warn: one warning. stop: all ranks stop; but `residual` of
-    gradients, and `nonfinite`, stop them only if the block gives these limits. relax: the
-    codec gets twice the bits, density or rank from the next step on, and finally becomes `none`: for
-    all activations if the loss is higher, for one boundary and direction if its error,
-    gradient_error or residual is beyond a limit; one line is logged. relax does not go with a policy."""
+    gradients, and `nonfinite`, stop them only if the block gives these limits."""
 
     def is_due(self, steps: int) -> bool:
         """Return whether there is a check after so many steps since the warm-up."""
@@ -166,7 +163,7 @@ class Block(Options):
     """Steps between two comparisons, by hash, of the state that both sides of a boundary mirror (ef21,
     aqsgd). If it differs, both start from zero and a warning is logged. 0: never."""
     guard: GuardOptions = GuardOptions()
-    """Warns, relaxes or stops when compression hurts."""
+    """Warns or stops when compression hurts."""
     monitor: MonitorOptions = MonitorOptions()
     """What is written to DeepSpeed's monitors: W&B, TensorBoard, CSV."""
     seed: int = Field(default=1234, ge=0, lt=2**63)

@@ -201,11 +201,6 @@ def check_policy(name: str, block: Block) -> None:
     """
     if name == "constant":
         return
-    if block.guard.action == "relax":
-        raise CompressionError(
-            f"{KEY}.guard.action: 'relax' is not allowed: policy {name!r} would take back what it does; use "
-            "'warn'"
-        )
     if block.recipe == AUTO:
         raise CompressionError(
             f"{KEY}.policy: {name!r} is not allowed with recipe 'auto', which chooses the settings; use "

@@ -133,7 +133,7 @@ class CompressedEngine(_Engine):
         if session.stage.wants_samples:
             loading = session.lookahead.current
             session.stage.load(batch, loading.kwargs.get("buffer_id") if loading else None)
-        if guard.collects and batch is not None:
+        if guard.due and batch is not None:
             guard.batches.append(batch)
         return batch
 

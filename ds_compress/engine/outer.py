@@ -6,7 +6,6 @@ steps. All ranks of the launch apply its result in the same step, or none does: 
 others again at the next exchange.
 """
 
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -20,7 +19,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -93,8 +91,6 @@ class OuterTraffic:
         self.position: Position | None = None
         self.base: Tensor | None = None
         """Base of the last exchange, until the weights have its result; see replicas/outer_step.py."""
-        self.watch: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-        """Around the moment at which weights get the outcome of a round."""
         self.sent = Counters()
         self._began: int | None = None  # step after which the last round began
         self._round_s, self._members = 0.0, 0
@@ -230,8 +226,7 @@ class OuterTraffic:
         if base is None or self.anchor is None:
             return
         masters = find_masters(self._engine)
-        with self.watch():
-            _write(self._engine, masters, self.anchor.values + (_read(masters) - base))
+        _write(self._engine, masters, self.anchor.values + (_read(masters) - base))
 
     def _leave(self, failure: str) -> None:
         """Leave the other replicas until the next exchange, and log why."""

@@ -116,8 +116,6 @@ class Session:
         self.outer = OuterTraffic(engine, config) if config.outer else None
         self.replicas = self.outer or self.gradients
         self.guard = Guard(config, engine.global_rank, boundaries)
-        if self.outer is not None:
-            self.outer.watch = functools.partial(self.guard.watch_round, engine)
         self.replica_check = ReplicaCheck(self.stage, self.sides(), engine.grid, engine.device)
         self.monitor = Monitor(
             config,
@@ -192,16 +190,14 @@ class Session:
         """Wrap a `train_batch` of the engine: the guard checks some of them."""
         engine, guard = self.engine, self.guard
         with self.watchdog.watch():
-            step = engine.global_steps + 1
-            ends_round = self.outer is not None and self.outer.may_apply(step)
-            guard.begin_step(step, self.evaluated_at_least(), ends_round)
+            guard.begin_step(engine.global_steps + 1, self.evaluated_at_least())
             yield
             if self.outer is not None:
-                self.outer.end_step()  # the guard evaluates in it
+                self.outer.end_step()
             if guard.acts and guard.compares_losses(engine.global_steps):
-                self._put_in_force(guard.check_limits(engine, self.monitor.message_quality()))
+                guard.check_limits(engine, self.monitor.message_quality())
             if guard.due:
-                self._put_in_force(guard.check_loss(engine))
+                guard.check_loss(engine)
             guard.end_step()
 
     @contextmanager
@@ -227,7 +223,6 @@ class Session:
         steps = steps_per_epoch(engine) if self.config.block.warmup_epochs else None
         if steps:
             self.config.count_epochs(steps, engine.global_steps)
-        self.policy.begin_step(engine, self.stage)
         if self.replicas is not None:
             self.replicas.begin_step()
         self.monitor.begin_step(

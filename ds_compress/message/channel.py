@@ -211,12 +211,6 @@ class Channel:
         views = iter(layout.views(packet))
         return [own + tuple(next(views) for _ in extra) for own, extra in zip(parts, extras)]
 
-    def with_codec(self, codec: Codec) -> "Channel":
-        """Return a throw-away copy with another codec; this channel's counters and state do not change."""
-        channel = self.as_receiver()
-        channel.codec, channel.sent, channel._layouts, channel._latest = codec, Counters(), {}, {}
-        return channel
-
     def as_receiver(self) -> "Channel":
         """Return a throw-away copy that decodes the next message as the other side does."""
         channel = copy.copy(self)

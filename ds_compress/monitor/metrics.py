@@ -55,11 +55,10 @@ REPLICAS = {
     "rounds": "with `every` above 1: rounds whose outcome this replica has, running total; else 0",
     "members": "replicas whose gradients, or changes of the weights, counted last",
 }
-LOSS_COST, ROUND_COST = "loss_cost", "round_cost"
+LOSS_COST = "loss_cost"
 EVAL_LOSS = {way: f"eval_loss_{way}" for way in ("compressed", "uncompressed")}
 EVALUATIONS = {
     LOSS_COST: "loss of one micro-batch with compression minus its loss without, every `guard.every` steps",
-    ROUND_COST: "loss of one micro-batch after a round of `replicas.every` steps minus its loss before",
     **{name: f"with eval both: loss of eval_batch with {way} messages" for way, name in EVAL_LOSS.items()},
 }
 """Values of evaluations, each of one state of the weights."""

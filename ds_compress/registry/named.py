@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
-from ds_compress.errors import CompressionError, did_you_mean, shown
-from ds_compress.registry.options import Options, validate
+from ds_compress.errors import CompressionError, shown
+from ds_compress.registry.options import Options, instead, validate
 
 
 class Named:
@@ -116,7 +116,7 @@ class Registry(Generic[Kind]):
             CompressionError: no such name.
         """
         if not isinstance(name, str) or name not in self._classes:
-            near = did_you_mean(name, self.names())
+            near = instead(name, self.names())
             own = "" if near else "; one of your own is known once its module is imported"
             known = f"known: {', '.join(self.names())}{own}"
             raise CompressionError(f"{path}: {shown(name)} is not registered{near}; {known}")

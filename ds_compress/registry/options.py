@@ -25,7 +25,6 @@ RENAMED = {
     "slot": "micro_batch",
     "batch": "micro_batch",
     "host": "cpu",
-    "loosen": "relax",
     "mirror_check": "state_check_every",
     "first": "first_visit",
 }
@@ -41,7 +40,9 @@ REMOVED = {
     "nvme_path": "buffers are in memory; leave it out",
     "cosine": "'error' is the stricter limit",
     "lr_drop": "a learning rate below half of the one before begins a new phase; leave it out",
-    "step_bytes": "give 'error', which limits each message",
+    "relax": "use 'stop', and give the run milder settings",
+    "loosen": "use 'stop', and give the run milder settings",
+    "budget": "recipe 'auto' picks codecs within an error budget",
     "unbiased": 'quantize and entropy have "rounding": "dither"',
     "mixed": '4 bits with "hadamard": true lose less in fewer bytes',
     "rotate": "codec 'entropy' has it, and loses less in as many bits",
@@ -128,7 +129,7 @@ def _reason(
     came = shown(problem["input"])
     if problem["type"] == "extra_forbidden":
         known = _fields_at(model, keys[:-1])
-        return f"unknown key{_instead(keys[-1], known)}; allowed: {', '.join(known) or 'none'}"
+        return f"unknown key{instead(keys[-1], known)}; allowed: {', '.join(known) or 'none'}"
     if problem["type"] == "missing":
         return "missing"
     if problem["type"] == "literal_error":
@@ -136,7 +137,7 @@ def _reason(
         names = [word.strip("'") for word in allowed.split(", ")]
         others = (("model_type", "an object"), ("int_parsing", "an integer"))
         also = "".join(f", or {name}" for kind, name in others if kind in kinds)
-        return f"{came} is not allowed{_instead(problem['input'], names)}; allowed: {allowed}{also}"
+        return f"{came} is not allowed{instead(problem['input'], names)}; allowed: {allowed}{also}"
     if problem["type"] in ("model_type", "dict_type"):
         return f"{came} is not allowed: should be an object"
     if problem["type"] == "value_error":  # raised by a validator of this package
@@ -144,8 +145,8 @@ def _reason(
     return f"{came} is not allowed: {problem['msg'].replace('Input should', 'should')}"
 
 
-def _instead(word: object, known: list[str]) -> str:
-    """Suggest the new name of `word` if it was renamed, else the most similar known name."""
+def instead(word: object, known: list[str]) -> str:
+    """Return what to use for `word` if it was removed or renamed, else the most similar known name."""
     if not isinstance(word, str):
         return did_you_mean(word, known)
     if word in REMOVED:

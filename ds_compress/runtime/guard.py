@@ -3,8 +3,6 @@
 After a training step the last micro-batch of that step passes the pipeline twice more, in evaluation, by
 DeepSpeed's own schedule; all micro-batches of the step where that schedule takes no fewer. This leaves the
 state of training unchanged.
-
-To relax settings is to double the bits, the density or the rank; if that is not possible, not to compress.
 """
 
 import contextlib
@@ -12,7 +10,7 @@ import logging
 import math
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -21,19 +19,11 @@ from deepspeed import comm as dist
 from torch import Tensor
 
 from ds_compress.codec import TYPICAL, Codec
-from ds_compress.codecs.mixins import ObservesWarmup, layers
 from ds_compress.config import DIRECTIONS, Config
 from ds_compress.config.policies import ChannelKey
-from ds_compress.config.recipes import with_changes
 from ds_compress.errors import CompressionError
 from ds_compress.monitor.limits import LOSSLESS, MessageQuality
-from ds_compress.monitor.metrics import LOSS_COST, ROUND_COST, label
-from ds_compress.runtime.interface import Change
-
-MILDEST = {"bits": 8, "density": 0.5, "rank": 2**16}
-"""Options that set the strength of a codec, with their mildest values."""
-
-NONE = {"codec": "none", "feedback": "none"}
+from ds_compress.monitor.metrics import LOSS_COST, label
 
 
 def is_lossy(codec: Codec) -> bool:
@@ -41,43 +31,10 @@ def is_lossy(codec: Codec) -> bool:
     return codec.error_bound(TYPICAL) > 0
 
 
-def relax(config: Config, keys: Iterable[ChannelKey]) -> dict[str, Any]:
-    """Return milder settings, as "boundaries" of a block, for the lossy channels in `keys`."""
-    found: dict[str, Any] = {}
-    for number, direction in keys:
-        if is_lossy(getattr(config.codecs(number), direction)):
-            milder = _milder(config, with_changes(config.adopted, found), number, direction)
-            found = with_changes(found, {str(number): milder})
-    return found
-
-
-def _milder(config: Config, adopted: dict[str, Any], number: int, direction: str) -> dict[str, Any]:
-    """Return the first milder settings of the boundary that are valid."""
-    codec, present = config.codec_choice(number, direction), getattr(config.codecs(number), direction)
-    # learned state fits only its own options
-    fixed = any(layers(present, ObservesWarmup))  # type: ignore[type-abstract]
-    tries: list[dict[str, Any]] = [
-        {direction: {"codec": {**codec, name: value}}}
-        for name, most in MILDEST.items()
-        for value in dict.fromkeys((2 * getattr(present.options, name, most), most))
-        if getattr(present.options, name, most) < value <= most and not fixed
-    ]
-    for changes in [*tries, {direction: NONE}]:
-        try:
-            config.changed({"boundaries": with_changes(adopted, {str(number): changes})})
-        except CompressionError:
-            continue
-        return changes
-    return dict.fromkeys(DIRECTIONS, NONE)  # the codec of the other direction needs this one
-
-
 _LEFT_BY_EVALUATION = ("total_loss", "total_additional_losses", "fwd_outputs", "loss", "_compute_loss")
 """Attributes of an engine that a schedule writes, and that programs read after a training step."""
 
 Mode = Literal["compressed", "uncompressed"]
-
-ROUNDS = 3
-"""Rounds in a row that have to raise the loss: that of a single micro-batch changes by chance, too."""
 
 logger = logging.getLogger("ds_compress")
 
@@ -89,15 +46,13 @@ class Guard:
         """Guard a pipeline with this number of `boundaries`."""
         self.batches: deque[Any] = deque()  # the last ones of the step in progress, if `due`
         self.due = False  # whether losses are compared after the step in progress
-        self.collects = False  # whether `batches` are needed, for that or for a round
         self.replayed: Iterator[Any] | None = None  # of `batches`, while the engine loads these
         self._config = config
         self._options = config.block.guard
         self.acts = self._options.action != "warn"
         self._rank = rank
         self._boundaries = boundaries
-        self._warned_of: set[str] = set()
-        self._raised = 0  # rounds in a row that raised the loss
+        self._has_warned = False
         self._loads_itself = False  # whether the program loads its micro-batches
         self.follow()
 
@@ -109,31 +64,22 @@ class Guard:
         plain = all(each.feedbacks["forward"].name == "none" for each in used)
         self._on = plain and any(is_lossy(each.forward) for each in used)
 
-    def begin_step(self, step: int, count: int = 1, ends_round: bool = False) -> None:
-        """Prepare for training step `step`, counted from 1.
-
-        Args:
-            count: micro-batches to compare on.
-            ends_round: whether weights may get the outcome of a round after the step.
-        """
+    def begin_step(self, step: int, count: int = 1) -> None:
+        """Prepare for training step `step`, counted from 1; `count`: micro-batches to compare on."""
         self.due = self._on and not self._loads_itself and self.compares_losses(step)
-        self.collects = self.due or (ends_round and self._options.every > 0)
         self.batches = deque(maxlen=count)
 
     def end_step(self) -> None:
         """Forget the micro-batches of the step."""
-        self.due = self.collects = False
+        self.due = False
         self.batches.clear()
 
     def compares_losses(self, step: int) -> bool:
         """Return whether the guard compares losses after that step."""
         return self._loses and self._options.is_due(step - self._config.warmup_steps)
 
-    def check_loss(self, engine: Any) -> Change | None:
+    def check_loss(self, engine: Any) -> None:
         """Compare the loss with compression and without, after a step with `due`; called on every rank.
-
-        Returns:
-            Milder settings, if there are any.
 
         Raises:
             CompressionError: compression costs more than is allowed, and "action" is "stop".
@@ -142,56 +88,16 @@ class Guard:
             self._loads_itself = True
             if self._rank == 0:
                 logger.info("ds_compress: the guard is off: this program loads its micro-batches by itself")
-            return None
+            return
         compressed, plain = _mean(
             engine, self._loss(engine, "compressed"), self._loss(engine, "uncompressed")
         )
         self.batches.clear()
         if not math.isfinite(plain):
-            return None
-        self._write(engine, LOSS_COST, compressed - plain)
-        return self._judge(engine, compressed, plain)
-
-    @contextlib.contextmanager
-    def watch_round(self, engine: Any) -> Iterator[None]:
-        """Compare the loss before and after the weights get the outcome of a round; called on every rank.
-
-        Raises:
-            CompressionError: `ROUNDS` rounds in a row raised it too much, and "action" is "stop".
-        """
-        if not (self.collects and self._has_batches(engine)):
-            yield
             return
-        first = self._loss(engine, "uncompressed")  # the weights alone change the loss
-        yield
-        before, after = _mean(engine, first, self._loss(engine, "uncompressed"))
-        if not math.isfinite(before):
-            return
-        self._write(engine, ROUND_COST, after - before)
-        is_higher = not after - before <= max(self._options.loss * abs(before), self._options.loss_floor)
-        self._raised = self._raised + 1 if is_higher else 0
-        if self._raised < ROUNDS:
-            return
-        line = (
-            f"ds_compress: guard: {self._raised} rounds in a row raised the loss, the last one from "
-            f"{before:.4g} to {after:.4g} after step {engine.global_steps} (ds_compress.guard.loss: "
-            f"{self._options.loss:.0%}): lower replicas.outer.lr or outer.momentum, or exchange more often, "
-            "or with more bits"
-        )
-        self._warn_or_stop("rounds", line)
-
-    def _warn_or_stop(self, what: str, line: str) -> None:
-        """Warn once of `what`, or stop, as "action" says."""
-        if self._options.action == "stop":
-            raise CompressionError(line)
-        if self._rank == 0 and what not in self._warned_of:
-            logger.warning(line)
-            self._warned_of.add(what)
-
-    def _write(self, engine: Any, name: str, value: float) -> None:
-        """Write a value to DeepSpeed's monitors."""
         if self._rank == 0 and engine.monitor.enabled:
-            engine.monitor.write_events([(label(name), value, engine.global_samples)])
+            engine.monitor.write_events([(label(LOSS_COST), compressed - plain, engine.global_samples)])
+        self._judge(engine, compressed, plain)
 
     def _has_batches(self, engine: Any) -> bool:
         """Return whether all stages that load micro-batches have those to compare on; every rank calls it."""
@@ -217,37 +123,33 @@ class Guard:
                 return torch.full((), math.nan, dtype=torch.float32, device=engine.device)
             return torch.stack([loss.detach().float().reshape(()) for loss in losses]).mean()
 
-    def _judge(self, engine: Any, compressed: float, plain: float) -> Change | None:
+    def _judge(self, engine: Any, compressed: float, plain: float) -> None:
         cost, most = compressed - plain, max(self._options.loss * abs(plain), self._options.loss_floor)
         if -most <= cost <= most:
-            return None
+            return
         codecs = dict.fromkeys(str(self._config.codecs(number).forward) for number in range(self._boundaries))
-        helps = cost < 0  # a loss that is no number with compression hurts
-        meaning = "the model has come to need it" if helps else "it hurts"
-        advice = ": use more bits or a higher density, or another codec"
-        advice = advice if self._options.action != "relax" or helps else ""
+        # a loss that is no number with compression hurts
+        meaning = "the model has come to need it" if cost < 0 else "it hurts"
         share = f"{cost / abs(plain):+.0%}" if plain else "all of it"
         line = (
             f"ds_compress: guard: after step {engine.global_steps} a loss of {plain:.4g} is {compressed:.4g} "
             f"with compression ({share}; ds_compress.guard.loss: {self._options.loss:.0%}): {meaning}; "
-            f"forward {', '.join(codecs)}{advice}"
+            f"forward {', '.join(codecs)}: use more bits or a higher density, or another codec"
         )
-        if self._options.action == "relax" and not helps:
-            return self._relax([(number, "forward") for number in range(self._boundaries)], line)
-        self._warn_or_stop("loss", line)
-        return None
+        if self.acts:
+            raise CompressionError(line)
+        if self._rank == 0 and not self._has_warned:
+            logger.warning(line)
+            self._has_warned = True
 
-    def check_limits(self, engine: Any, known: Mapping[ChannelKey, MessageQuality]) -> Change | None:
+    def check_limits(self, engine: Any, known: Mapping[ChannelKey, MessageQuality]) -> None:
         """Judge the messages of a step for which `compares_losses` holds; called on every rank.
 
         Args:
             known: what this replica measured (`Monitor.message_quality`).
 
-        Returns:
-            Milder settings for directions that are beyond a limit in any replica.
-
         Raises:
-            CompressionError: a message is beyond a limit that ends the run, and "action" is "stop".
+            CompressionError: a message of any replica is beyond a limit that ends the run.
         """
         keys = [(number, direction) for number in range(self._boundaries) for direction in DIRECTIONS]
         rows = [known.get(key, LOSSLESS) for key in keys]
@@ -255,43 +157,20 @@ class Guard:
         # unknown: the message is not finite, or its sender cannot decode it
         most = torch.where(most.isnan(), most.new_tensor(LOSSLESS), most)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        over: dict[ChannelKey, str] = {}
-        for key, row in zip(keys, most.tolist()):
+        over = []
+        for (number, direction), row in zip(keys, most.tolist()):
             violations = MessageQuality(*row).violations(self._options)
-            words = [each.words for each in violations if self._acts_at(each.limit, key[1])]
+            words = [each.words for each in violations if self._stops_at(each.limit, direction)]
             if words:
-                over[key] = f"boundary {key[0]}, {key[1]}: {', '.join(words)}"
-        if not over:
-            return None
-        line = f"ds_compress: guard: after step {engine.global_steps} {'; '.join(over.values())}"
-        if self._options.action == "stop":
-            raise CompressionError(line)
-        return self._relax(list(over), line)
+                over.append(f"boundary {number}, {direction}: {', '.join(words)}")
+        if over:
+            raise CompressionError(f"ds_compress: guard: after step {engine.global_steps} {'; '.join(over)}")
 
-    def _acts_at(self, limit: str, direction: str) -> bool:
-        """Return whether a limit does more than to warn.
-
-        Large residuals of gradients, and inf or nan, stop a run only if the block sets that limit. Inf and
-        nan never relax settings, as compression does not cause them.
-        """
-        if self._options.action == "stop" and limit in self._options.model_fields_set:
-            return True
-        if limit == "residual" and direction == "backward":
-            return self._options.action == "relax"
-        return limit != "nonfinite"
-
-    def _relax(self, keys: Sequence[ChannelKey], line: str) -> Change:
-        changes = relax(self._config, keys)
-
-        def report(_: bool) -> None:
-            now = ", ".join(
-                f"boundary {number} {direction} {getattr(self._config.codecs(int(number)), direction)}"
-                for number, directions in changes.items()
-                for direction in directions
-            )
-            logger.warning(f"{line}; milder from the next step on: {now}")
-
-        return Change(changes, report)
+    def _stops_at(self, limit: str, direction: str) -> bool:
+        """Return whether a limit ends the run: large residuals of gradients, and inf or nan, do only if the
+        block sets that limit."""
+        milder = limit == "nonfinite" or (limit == "residual" and direction == "backward")
+        return not milder or limit in self._options.model_fields_set
 
 
 def _mean(engine: Any, *losses: Tensor) -> list[float]:

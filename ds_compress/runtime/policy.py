@@ -9,47 +9,37 @@ replicas of a stage change their codec together.
 """
 
 import copy
-import functools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_compress.codec import Codec, MessageId
+from ds_compress.codec import MessageId
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.config.policies import ChannelKey, DecisionInput, Policy, Signal, ladders
 from ds_compress.config.policies.base import format_rung
-from ds_compress.config.recipes import with_changes
 from ds_compress.errors import CompressionError, shown
 from ds_compress.message.channel import Channel
-from ds_compress.message.gradient_error import GradientError
-from ds_compress.message.meters import error_and_cosine, largest, norms
 from ds_compress.replicas.exchange import Exchange
-from ds_compress.runtime.interface import Change, MessageSource, Trainer, Watch
+from ds_compress.runtime.interface import Change, MessageSource, Trainer
 
 Gather = Callable[[Tensor], Sequence[Tensor]]
 """Gathers a tensor from all ranks, in their order."""
 
-Trials = Mapping[ChannelKey, Sequence[Codec]]
-"""Codecs to try on the messages of a channel, by rung."""
+BACKWARD = "backward"
 
 
 class Signals:
-    """The signals of one rank since the last decision."""
+    """The norms of gradient messages on one rank since the last decision."""
 
-    def __init__(self, boundaries: int, rungs: int, device: torch.device, all_gather: Gather):
-        """Start without signals; `rungs`: length of the longest ladder."""
+    def __init__(self, boundaries: int, device: torch.device, all_gather: Gather):
         self._boundaries = boundaries
-        self._rungs = rungs
         self._device = device
         self._all_gather = all_gather
         self._norms: dict[int, Tensor] = {}  # by boundary: sum and number of finite norms
-        # by rung: three norms of an activation, or sums of a gradient; bytes
-        self._losses: dict[ChannelKey, list[tuple[Tensor | GradientError, int]]] = {}
-        self._note: Watch | None = None  # of the norms
 
     def note_norms(self, source: MessageSource) -> None:
         """Record the norms of gradient messages from now on, in training steps after the warm-up."""
@@ -67,42 +57,9 @@ class Signals:
             before = self._norms.get(message_id.boundary)
             self._norms[message_id.boundary] = noted if before is None else before + noted
 
-        self._note = watch
-        self.stop(source)
-
-    def try_rungs(self, source: MessageSource, trials: Trials, micro_batch: int) -> None:
-        """Encode the messages of a micro-batch with each rung, until `stop`."""
-        self._losses = {}
-
-        def watch(channel: Channel, tensors: Sequence[Tensor], message_id: MessageId) -> None:
-            key = message_id.boundary, message_id.direction
-            if self._note and key[1] == "backward":
-                self._note(channel, tensors, message_id)
-            if not message_id.training or message_id.micro_batch != micro_batch:
-                return
-            scale = largest(tensors)
-            for codec in trials.get(key, ()):
-                trial = channel.with_codec(codec)
-                receiver = trial.as_receiver()  # the receiver's state before the message
-                packet, extra, message = trial.encode(tensors, message_id)
-                message.headers_left = 0  # looking at one would wait for the device
-                decoded = receiver.decode(packet, message, message_id, functools.partial(_fetch_local, extra))
-                nbytes = packet.numel() + (extra.numel() if extra is not None else 0)
-                found: Tensor | GradientError = norms(tensors, decoded, scale)
-                if key[1] == "backward":
-                    found = GradientError()
-                    found.add(tensors, decoded)
-                self._losses.setdefault(key, []).append((found, nbytes))
-
         for end in source.ends:
-            if end.sends:
+            if end.sends and end.channel.direction == BACKWARD:
                 end.watch = watch
-
-    def stop(self, source: MessageSource) -> None:
-        """Stop trying rungs."""
-        for end in source.ends:
-            if end.sends:
-                end.watch = self._note if end.channel.direction == "backward" else None
 
     def state(self) -> dict[str, list[float]]:
         """Return the norms since the last decision, for a checkpoint; wait for the device."""
@@ -121,48 +78,23 @@ class Signals:
             for number, noted in state.items()
         }
 
-    def gather(
-        self, lr: float, ladder_lengths: Mapping[ChannelKey, int], micro_batches: int
-    ) -> tuple[float, dict[ChannelKey, Signal]]:
-        """Return rank 0's `lr` and the signals of the channels in `ladder_lengths`, then clear them.
+    def gather(self, lr: float, keys: Iterable[ChannelKey]) -> tuple[float, dict[ChannelKey, Signal]]:
+        """Return rank 0's `lr` and the signals of the channels in `keys`, then clear them.
 
-        All ranks return the same.
+        All ranks return the same. Both directions of a boundary have the norm of its gradients.
         """
-        size = self._boundaries, len(DIRECTIONS), 2 + 2 * self._rungs
-        table = torch.zeros(size, dtype=torch.float64, device="cpu")
+        table = torch.zeros((self._boundaries, 2), dtype=torch.float64, device="cpu")
         for number, noted in self._norms.items():
-            table[number, :, :2] = noted.cpu()
-        for (number, direction), losses in self._losses.items():
-            row = table[number, DIRECTIONS.index(direction), 2:]
-            for rung, (found, nbytes) in enumerate(losses):
-                if isinstance(found, GradientError):
-                    row[rung] = found.value
-                else:
-                    row[rung] = error_and_cosine(*found.tolist())[0]
-                row[self._rungs + rung] = nbytes * micro_batches
-        self._norms, self._losses = {}, {}
-        mine = torch.cat([torch.tensor([lr], dtype=torch.float64, device="cpu"), table.flatten()]).to(
-            self._device
-        )
-        everywhere = self._all_gather(mine)
-        tables = [each[1:].cpu().view_as(table).tolist() for each in everywhere]
-        return everywhere[0][0].item(), {
-            key: self._signal([each[key[0]][DIRECTIONS.index(key[1])] for each in tables], length)
-            for key, length in ladder_lengths.items()
-        }
-
-    def _signal(self, rows: Sequence[Sequence[float]], length: int) -> Signal:
-        """Combine the rows of all ranks for one channel; ranks that do not send there have zeros."""
-        total, count = (math.fsum(row[column] for row in rows) for column in (0, 1))
-        columns = [[row[2 + rung] for row in rows] for rung in range(length)]
-        errors = tuple(math.nan if any(map(math.isnan, column)) else max(column) for column in columns)
-        sizes = tuple(max(row[2 + self._rungs + rung] for row in rows) for rung in range(length))
-        return Signal(total / count if count else math.nan, errors, sizes)
-
-
-def _fetch_local(extra: Tensor | None, nbytes: int) -> Tensor | None:
-    """Return an extra packet without transfer."""
-    return extra
+            table[number] = noted.cpu()
+        self._norms = {}
+        own = torch.cat([torch.tensor([lr], dtype=torch.float64, device="cpu"), table.flatten()])
+        everywhere = [each.cpu() for each in self._all_gather(own.to(self._device))]
+        rows = [each[1:].view_as(table).tolist() for each in everywhere]
+        norms = dict[int, float]()
+        for number in range(self._boundaries):  # ranks that do not send there have zeros
+            total, count = (math.fsum(row[number][column] for row in rows) for column in (0, 1))
+            norms[number] = total / count if count else math.nan
+        return everywhere[0][0].item(), {key: Signal(norms[key[0]]) for key in keys}
 
 
 class Decisions:
@@ -226,7 +158,7 @@ class PolicyController:
             )
         lengths = {key: len(ladder) for key, ladder in self._ladders.items()}
         self._decisions = Decisions(self._policy, lengths if config.has_policy else {})
-        self._signals = Signals(boundaries, max(lengths.values(), default=0), device, all_gather)
+        self._signals = Signals(boundaries, device, all_gather)
 
     @property
     def rungs(self) -> dict[ChannelKey, int]:
@@ -241,19 +173,9 @@ class PolicyController:
             return {}
         if self._policy.norms:
             self._signals.note_norms(source)
-        if not self._policy.measures:
+        else:
             self._decide(engine)
         return self._boundaries(self.rungs)
-
-    def begin_step(self, engine: Trainer, source: MessageSource) -> None:
-        """Watch the messages of the training step that begins if the policy decides after it."""
-        if not self._policy.errors:
-            return
-        if self._policy.due(self._compressed(engine) + 1):
-            trials = {key: self._trials(key) for key in self._ladders}
-            self._signals.try_rungs(source, trials, engine.micro_batches - 1)
-        else:  # an interrupted step may have left trials
-            self._signals.stop(source)
 
     def end_step(self, engine: Trainer) -> Change | None:
         """Decide after a training step, with nothing in flight; called on every rank."""
@@ -285,10 +207,9 @@ class PolicyController:
     def _decide(self, engine: Trainer) -> dict[ChannelKey, int]:
         """Return the rungs that change."""
         lr, signals = 0.0, None
-        if self._policy.measures:
+        if self._policy.norms:
             largest = max(map(float, engine.get_lr()), default=0.0)
-            lengths = self._decisions.ladder_lengths
-            lr, signals = self._signals.gather(largest, lengths, engine.micro_batches)
+            lr, signals = self._signals.gather(largest, self._ladders)
         return self._decisions.decide(self._compressed(engine), lr, signals)
 
     def _boundaries(self, rungs: Mapping[ChannelKey, int]) -> dict[str, Any]:
@@ -297,15 +218,6 @@ class PolicyController:
         for (number, direction), rung in rungs.items():
             codec = self._ladders[number, direction][rung]
             found.setdefault(str(number), {})[direction] = {"codec": codec}
-        return found
-
-    def _trials(self, key: ChannelKey) -> list[Codec]:
-        """Return the codecs of a channel by rung; the other direction keeps its own."""
-        found = []
-        for rung in range(self._decisions.ladder_lengths.get(key, 0)):
-            boundaries = with_changes(self._config.adopted, self._boundaries({key: rung}))
-            codecs = self._config.changed({"boundaries": boundaries}).codecs(key[0])
-            found.append(getattr(codecs, key[1]))
         return found
 
     def _format(self, step: int) -> str:
@@ -318,9 +230,6 @@ class PolicyController:
     def _compressed(self, engine: Trainer) -> int:
         """Return the number of steps since the warm-up."""
         return int(engine.global_steps) - self._config.warmup_steps
-
-
-BACKWARD = "backward"
 
 
 class ReplicaPolicy:
@@ -355,7 +264,7 @@ class ReplicaPolicy:
     def start(self, steps: int) -> None:
         """Begin with the first rung, or with that of the step; called on every rank. Args: see `end_step`."""
         self._decisions.start()
-        if not self._decisions.policy.measures:
+        if not self._decisions.policy.norms:
             self._decisions.decide(steps - self._warmup_steps)
         self._use()
 
@@ -372,7 +281,7 @@ class ReplicaPolicy:
         policy, step = self._decisions.policy, steps - self._warmup_steps
         if not policy.due(step):
             return ""
-        largest, signals = self._gather(max(lr, default=0.0)) if policy.measures else (0.0, None)
+        largest, signals = self._gather(max(lr, default=0.0)) if policy.norms else (0.0, None)
         if not self._decisions.decide(step, largest, signals):
             return ""
         self._use()

@@ -60,8 +60,6 @@ class SimulatedTraining:
             change = self._policy.end_step(self)
             if change is not None:
                 change.report(self._adopt(change.boundaries))
-        if begins:
-            self._policy.begin_step(self, self)
 
     def _adopt(self, changes: Mapping[str, Any]) -> bool:
         """Give boundaries other settings; return whether any differs."""

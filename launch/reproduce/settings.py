@@ -161,9 +161,7 @@ def policy(name: str, bits: list[int], **options: Any) -> Block:
 CHANGING: dict[str, Block] = {
     # trained as pipelines of four ranks, as `simulate` measures nothing
     "group4-2-accordion": policy("accordion", [4, 2]),
-    "group-budget0.1": policy("budget", [8, 6, 5, 4, 3, 2], error=0.1),
     "auto-balanced": {"recipe": "auto", "quality": "balanced"},
-    "group-budget0.2": policy("budget", [8, 6, 5, 4, 3, 2], error=0.2),
 }
 
 FORWARD = {

@@ -18,7 +18,7 @@ from ds_compress.version import __version__
 from launch.ports import reserved_port
 from tests.support.interpreters import interpreter
 from tests.support.launch_scripts import ROOT
-from tests.support.network import ADDRESSES, WIRE, logins, reason_for_none, two_hosts
+from tests.support.network import ADDRESSES, WIRE, reason_for_none, two_hosts
 
 VERSIONS = {"python": "3.11.7", "ds_compress": "1", "torch": "2", "deepspeed": "0.19.8", "transformers": "5"}
 LO = {"name": "lo", "addresses": ["127.0.0.1"], "mbit": 0, "mtu": 65536}
@@ -33,7 +33,6 @@ HOST = {
     "gloo_interface": "eth0",
     "gloo_because": "the name a is 10.0.0.1",
     "way": "eth0",
-    "window_bytes": 4 << 20,
 }
 
 
@@ -41,11 +40,9 @@ def report(**changes):
     """Two machines with which all is well but for `changes` to the second."""
     hosts = [{**copy.deepcopy(HOST), "host": name} for name in "ab"]
     link = {"ranks": [0, 1], "gbps_forward": 0.9, "gbps_backward": 0.9, "rtt_ms": 0.3}
-    clock = {"rank": 1, "ahead_ms": 0.2, "within_ms": 0.15}
     link |= {key: changes.pop(key) for key in link.keys() & changes.keys()}
-    clock |= {key: changes.pop(key) for key in clock.keys() & changes.keys()}
     hosts[1] |= changes
-    return {"hosts": hosts, "links": [link], "clocks": [clock]}
+    return {"hosts": hosts, "links": [link]}
 
 
 def problems(**changes):
@@ -60,7 +57,6 @@ def test_nothing_is_found_where_all_is_well():
         "C++ kernels for x86-64-v4 on a, b",
         "a talks over eth0",
         "b talks over eth0",
-        "clocks differ by at most 0.2 ms",
         "a - b: 0.9 Gbit/s there, 0.9 back, 0.30 ms round trip",
         "the slowest link gives 0.9 Gbit/s",
     ]
@@ -92,20 +88,12 @@ def versions(**others):
             "GLOO_SOCKET_IFNAME=eth0",
         ),
         (OVER_IB, "look", "b reaches rank 0 over ib0, but gloo takes eth0", "GLOO_SOCKET_IFNAME=ib0"),
-        ({"ahead_ms": 5000.0}, "look", "the clock of b is 5.0 s ahead of that of a", "time server"),
-        ({"ahead_ms": -5000.0}, "look", "the clock of b is 5.0 s behind that of a", "time server"),
         ({"gbps_backward": 0.2}, "look", "0.2 back, 0.30 ms round trip: one direction is 4.5 times", "cable"),
         (
             {"gbps_forward": 0.1, "gbps_backward": 0.1},
             "look",
             "a - b: 0.1 Gbit/s there, 0.1 back, 0.30 ms round trip: the interface is rated 1 Gbit/s",
             "cable",
-        ),
-        (
-            {"rtt_ms": 80.0, "gbps_forward": 0.3, "gbps_backward": 0.3},
-            "look",
-            "80.00 ms round trip: TCP buffers (4 MiB in flight) allow at most 0.419 Gbit/s",
-            'tcp_wmem="4096 65536 16777216" net.ipv4.tcp_rmem="4096 131072 33554432"',
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -114,19 +102,6 @@ def test_what_is_wrong_is_one_line_with_what_to_do(changes, level, message, do):
     (found,) = problems(**changes)
     assert found.level == level and message in found.said and do in found.do
     assert "\n" not in found.said + found.do
-
-
-def test_a_connection_has_as_much_under_way_as_its_buffers_hold(tmp_path, monkeypatch):
-    """A link between continents stayed at a third of its speed, and nothing told why."""
-    monkeypatch.setattr(machine, "BUFFERS", tmp_path)
-    assert machine.window() is None
-    (tmp_path / "tcp_wmem").write_text("4096\t16384\t4194304\n")
-    (tmp_path / "tcp_rmem").write_text("4096\t131072\t6291456\n")
-    assert machine.window() == 6291456 // 2
-
-
-def test_a_clock_that_may_be_right_is_not_blamed():
-    assert problems(ahead_ms=5000.0, within_ms=4500.0) == []
 
 
 def test_what_all_lack():
@@ -199,7 +174,6 @@ def test_under_a_launcher_rank_0_tells():
     found = json.loads(out)
     assert [link["ranks"] for link in found["links"]] == [[0, 1], [1, 2]]
     assert all(0 < link[f"gbps_{way}"] < 1e4 for link in found["links"] for way in ("forward", "backward"))
-    assert [clock["rank"] for clock in found["clocks"]] == [1, 2]
 
 
 def test_links_between_replicas_under_a_launcher():
@@ -237,8 +211,6 @@ def test_half_a_launcher(monkeypatch, capsys, name, value):
         monkeypatch.setenv(key, good)
     assert main(["doctor"]) == 2
     assert capsys.readouterr().err.startswith("ds-compress doctor: the launcher set no usable ")
-    assert main(["doctor", "--hostfile", "hostfile"]) == 2
-    assert "--hostfile: not under a launcher" in capsys.readouterr().err
 
 
 def test_a_link_is_joined_of_what_its_two_sides_found():
@@ -254,46 +226,7 @@ def test_a_link_is_joined_of_what_its_two_sides_found():
     ]
 
 
-HOSTFILE = "worker-1 slots=8\n# the other one\n\nworker-2 slots=8\n"
 TWO_HOSTS = pytest.mark.skipif(bool(reason_for_none()), reason=reason_for_none())
-
-
-def doctor(folder, environment, hostfile=HOSTFILE, *more, python=None):
-    """`python`: where hosts are others than this one, what starts there; the interpreter."""
-    (folder / "hostfile").write_text(hostfile)
-    python = python or interpreter()
-    command = [python, "-m", "ds_compress", "doctor", "--hostfile", "hostfile", *more]
-    environment = {**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=600)
-
-
-def refusal(done):
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done
-    return done.stderr
-
-
-@TWO_HOSTS
-@pytest.mark.extended
-def test_two_hosts_are_measured(tmp_path):
-    (tmp_path / ".deepspeed_env").write_text(f"GLOO_SOCKET_IFNAME={WIRE}\n")
-    with two_hosts() as hosts:
-        hosts.shape(0, "rate 20mbit burst 32kb latency 200ms")
-        environment = logins(tmp_path / "bin", {"worker-1": hosts.on(0), "worker-2": hosts.on(1)})
-        done = doctor(tmp_path, environment, HOSTFILE, "--json", python=sys.executable)
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(done.stdout)
-    for host, address in zip(report["hosts"], ADDRESSES, strict=True):
-        assert host["gloo_interface"] == host["way"] == WIRE
-        assert address in next(each["addresses"] for each in host["interfaces"] if each["name"] == WIRE)
-    (link,) = report["links"]
-    assert link["ranks"] == [0, 1] and link["rtt_ms"] > 0
-    assert 0 < link["gbps_forward"] <= 0.021 < 2 * 0.021 < link["gbps_backward"]
-    (clock,) = report["clocks"]
-    assert abs(clock["ahead_ms"]) <= clock["within_ms"] + 1, "both have the clock of this machine"
-    (uneven,) = [each for each in report["findings"] if each["level"] == "look"]
-    assert "one direction is" in uneven["said"]
-    (last,) = [each["do"] for each in report["findings"] if "slowest link" in each["said"]]
-    assert last.startswith(f"ds-compress advise ... --gbps {link['gbps_forward']:.3g} ")
 
 
 @TWO_HOSTS
@@ -318,51 +251,3 @@ def test_hosts_that_would_not_find_each_other_are_told_what_to_set():
     assert len(bad) == 3 and "no link was tried" in bad[-1]
     for line in bad[:2]:
         assert "would not be found: gloo takes lo" in line and f"set GLOO_SOCKET_IFNAME={WIRE}" in line
-
-
-def test_hosts_that_cannot_be_reached_are_named(tmp_path):
-    here = logins(tmp_path / "bin", {"worker-1": []})
-    message = refusal(doctor(tmp_path, here))
-    reason = "ssh: Could not resolve hostname worker-2: Name or service not known"
-    assert message == f"ds-compress doctor: worker-2: not reached by ssh without a password ({reason})\n"
-
-
-@pytest.mark.parametrize(
-    "python, message",
-    [
-        ("exit 127", "cannot run ds_compress"),
-        ("echo 'ModuleNotFoundError: No module named torch' >&2; exit 1", "named torch"),
-        ("echo 0.0.1", "has ds_compress 0.0.1, this machine "),
-    ],
-)
-def test_hosts_without_the_same_package_are_named(tmp_path, python, message):
-    here = logins(tmp_path / "bin", {"worker-1": [], "worker-2": ["sh", "-c", python]})
-    found = refusal(doctor(tmp_path, here))
-    assert found.startswith("ds-compress doctor: worker-2: ") and message in found
-
-
-@pytest.mark.parametrize(
-    "hostfile, message",
-    [
-        ("", "hostfile: no machine in it; should have lines like worker-1 slots=8"),
-        ("worker-1 slots=1\nworker-2\n", "hostfile:2: 'worker-2' is not a line like worker-1 slots=8"),
-        ("worker-1 slots=1\nworker-1 slots=1\n", "hostfile:2: 'worker-1' has a line already"),
-    ],
-)
-def test_a_hostfile_that_is_none(tmp_path, hostfile, message):
-    assert refusal(doctor(tmp_path, logins(tmp_path / "bin", {}), hostfile)) == f"{message}\n"
-
-
-def test_tools_that_are_missing_are_named(tmp_path):
-    environment = logins(tmp_path / "bin", {"worker-1": []})
-    (tmp_path / "bin" / "pdsh").unlink()
-    message = refusal(doctor(tmp_path, {**environment, "PATH": str(tmp_path / "bin")}))
-    assert (
-        "pdsh is missing" in message and "apt install pdsh" in message and "-m ds_compress doctor" in message
-    )
-
-
-def test_a_launcher_that_fails_is_quoted(tmp_path):
-    environment = logins(tmp_path / "bin", {"worker-1": [], "worker-2": []})
-    (tmp_path / "bin" / "pdsh").write_text("#!/bin/sh\necho pdsh: no more sockets\nexit 1\n")
-    assert refusal(doctor(tmp_path, environment)).endswith("the launcher failed: pdsh: no more sockets\n")

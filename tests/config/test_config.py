@@ -113,7 +113,7 @@ def test_a_direction_that_does_not_change_keeps_its_codec():
 
 LOSSY = {"forward": {"codec": "quantize"}}
 WITH_EF = {"forward": {"codec": "quantize", "feedback": "ef"}}
-BUDGET = {"name": "budget", "forward": {"bits": [8, 4]}, "error": 0.1}
+ACCORDION = {"name": "accordion", "forward": {"bits": [8, 4]}}
 
 UNUSED = [
     ({"warmup_steps": 5}, "warmup_steps: 5 has no effect: no codec is set"),
@@ -159,8 +159,8 @@ UNUSED = [
         "guard.error: 0.1 has no effect: guard.every and monitor.every are 0",
     ),
     (
-        {"forward": {"codec": {"name": "quantize", "bits": 2}}, "policy": BUDGET},
-        "forward.codec.bits: 2 has no effect: policy 'budget' sets it to 8, 4",
+        {"forward": {"codec": {"name": "quantize", "bits": 2}}, "policy": ACCORDION},
+        "forward.codec.bits: 2 has no effect: policy 'accordion' sets it to 8, 4",
     ),
     (
         {"forward": {"codec": "bf16", "feedback": {"name": "aqsgd", "scope": "micro_batch", "batch_dim": 1}}},
@@ -178,7 +178,7 @@ USED = [
     {"recipe": "auto", "min_numel": 5, "guard": {"residual": 9.0}, "link": {"memory_gb": 2.0}},
     {"recipe": "balanced", "warmup_steps": 5},
     {"enabled": False, "warmup_steps": 5},
-    {**LOSSY, "policy": BUDGET},
+    {**LOSSY, "policy": ACCORDION},
     {**LOSSY, "boundaries": {"1": {"forward": {"feedback": "ef"}}}},
     {**WITH_EF, "boundaries": {"1": {"forward": {"codec": "none"}}}},
     {"forward": {"feedback": "ef"}, "boundaries": {"1": {"forward": {"codec": "topk"}}}},

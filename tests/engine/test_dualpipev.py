@@ -254,21 +254,19 @@ LOST = {"backward": {"codec": {"name": "topk", "density": 0.02}}, "min_numel": 0
 
 
 def guarded(block, steps=3):
-    """Losses, weights, what the guard measured of the loss, the codecs after each step, and the error."""
-    engine, data, costs, codecs, losses, error = build(2, block), batches(), [], [], [], ""
+    """Losses, weights, what the guard measured of the loss, and the error."""
+    engine, data, costs, losses, error = build(2, block), batches(), [], [], ""
     engine.monitor = SimpleNamespace(
         enabled=True,
         tb_monitor=None,
         write_events=lambda events: costs.extend(v for n, v, _ in events if n.endswith("/loss_cost")),
     )
-    used = engine.ds_compress.config.codecs
     try:
         for _ in range(steps):
             losses.append(engine.train_batch(data).item())
-            codecs.append([(str(used(number).forward), str(used(number).backward)) for number in (0, 1)])
     except CompressionError as stopped:
         error = str(stopped)
-    return {"losses": losses, "weights": weights(engine), "costs": costs, "codecs": codecs, "error": error}
+    return {"losses": losses, "weights": weights(engine), "costs": costs, "error": error}
 
 
 def test_the_guard_measures_what_compression_costs_and_leaves_training_as_it_is():
@@ -293,11 +291,3 @@ def test_the_guard_stops_all_ranks(block, limits, output):
     ranks = run_ranks(2, guarded, {**block, "guard": {"every": 2, "action": "stop", **limits}})
     (line,) = {rank["error"] for rank in ranks}
     assert line.startswith(f"ds_compress: guard: after step 2 {output}") and len(ranks[0]["losses"]) == 1
-
-
-def test_the_guard_relaxes_on_all_ranks_alike():
-    limits = {"loss": 1e6, "error": 0.8}
-    ranks = run_ranks(2, guarded, {**LOST, "guard": {"every": 1, "action": "relax", **limits}}, 5)
-    assert ranks[0]["codecs"] == ranks[1]["codecs"] and ranks[0]["losses"] == ranks[1]["losses"]
-    first, *_, last = ranks[0]["codecs"]
-    assert first == [("none", "topk(density=0.02)"), ("none", "topk(density=0.04)")] and first != last

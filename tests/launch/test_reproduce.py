@@ -262,9 +262,9 @@ def test_a_row_from_a_pipeline_is_that_from_simulate(name, whole, data, tmp_path
 
 @pytest.mark.extended
 def test_a_policy_trains_as_a_pipeline(data, tmp_path, monkeypatch, warm):
-    """4 bits in the first two of eight steps, then 2: the smallest budget that there is."""
+    """4 bits in the first six of eight steps, as norms change, then 2."""
     ladders = {direction: {"bits": [4, 2]} for direction in ("forward", "backward")}
-    policy = {"name": "budget", "every": 2, "error": 0.9, **ladders}
+    policy = {"name": "accordion", "every": 2, "threshold": 1e5, **ladders}
     block = SETTINGS["language"]["group4/4-hadamard"]
     monkeypatch.setitem(SETTINGS["language"], "group4/4-hadamard", {**block, "policy": policy})
     grid(data, tmp_path, "--only", "language/group4/4-hadamard", "--seed", "0")

@@ -184,10 +184,17 @@ def test_the_slowest_replica_counts():
 
 DEPTH, MICRO_BATCHES, SHAPE, STEPS = 3, 6, (64, 32), 6
 SLOW = LinkMeasurement(incoming=1e5, latency=0.01)
-LOOSENS = {
-    "forward": {"codec": {"name": "quantize", "bits": 1}},
-    "backward": {"codec": {"name": "topk", "density": 0.05}, "feedback": "ef"},
-    "guard": {"every": 2, "action": "relax", "error": 0.3, "loss": 1e6},
+LADDER = {
+    "forward": {"codec": "quantize"},
+    "backward": {"codec": "topk", "feedback": "ef"},
+    "policy": {
+        "name": "accordion",
+        "every": 1,
+        "threshold": 1e5,
+        "forward": {"bits": [8, 2]},
+        "backward": {"density": [0.1, 0.05]},
+    },
+    "guard": {"every": 0},
 }
 RECIPE = {"recipe": "auto", "quality": "balanced", "guard": {"every": 0}}
 
@@ -232,7 +239,7 @@ def config(block, depth):
     return ds_config({**block, "min_numel": 0, "link": {"depth": depth}}, **size)
 
 
-@pytest.mark.parametrize("block, before", [(LOOSENS, 1), (RECIPE, 2)], ids=["guard", "auto"])
+@pytest.mark.parametrize("block, before", [(LADDER, 1), (RECIPE, 2)], ids=["policy", "auto"])
 def test_settings_change_and_change_back_and_the_depth_stays(block, before, tmp_path):
     with contextlib.redirect_stdout(io.StringIO()):
         ranks = run_ranks(2, trained, config(block, DEPTH), before, tmp_path)
@@ -246,8 +253,8 @@ def test_settings_change_and_change_back_and_the_depth_stays(block, before, tmp_
     assert ranks[0][0][0][1] == ranks[1][0][0][1]
 
 
-def test_what_the_guard_does_at_a_depth_is_what_it_does_at_1(tmp_path):
+def test_what_a_policy_does_at_a_depth_is_what_it_does_at_1(tmp_path):
     deep, flat = (
-        run_ranks(2, trained, config(LOOSENS, depth), 1, tmp_path / str(depth))[0][0] for depth in (DEPTH, 1)
+        run_ranks(2, trained, config(LADDER, depth), 1, tmp_path / str(depth))[0][0] for depth in (DEPTH, 1)
     )
     assert [run[:2] for run in deep] == [run[:2] for run in flat]

@@ -12,7 +12,7 @@ from ds_compress.config import Config
 from ds_compress.config.block import FIRST_CHECK
 from ds_compress.errors import CompressionError
 from ds_compress.runtime.guard import Guard, evaluation_mode
-from tests.support.pipeline import Block, batches, build, ds_config, same_weights, train, weights
+from tests.support.pipeline import Block, batches, build, ds_config, same_weights, skip_steps, train, weights
 from tests.support.ranks import run_ranks
 
 COARSE = {"codec": {"name": "topk", "density": 0.02}}
@@ -319,3 +319,48 @@ def test_a_look_evaluates_without_what_modules_do_for_evaluation():
     with evaluation_mode(engine, config, "uncompressed"):
         assert not any(part.training for part in module.modules()) and config.eval == "uncompressed"
     assert [part.training for part in module.modules()] == [True, False, True] and config.eval == "compressed"
+
+
+class Brittle(nn.Module):
+    """Evaluates to nan what has few different values, as messages of few bits have."""
+
+    def forward(self, x):
+        return x if self.training or x.unique().numel() > x.numel() / 2 else x * float("nan")
+
+
+def brittle():
+    specs = [Block(), Block(), Brittle(), Block()]
+    return trained(
+        2, ds_config(block({"codec": {"name": "quantize", "bits": 4}}, every=1, action="stop")), 2, specs
+    )
+
+
+def test_a_loss_that_is_no_number_with_compression_stops():
+    """No comparison with nan is true, so nothing followed but a warning."""
+    assert all(" is nan with compression " in rank["error"] for rank in run_ranks(2, brittle))
+
+
+def judged(config, folder, saved=0, steps=4):
+    """What the guard judges each step by, after `saved` steps of a run that saves each of its steps."""
+    engine, found = build(2, config), []
+    data = batches(engine.grid.get_data_parallel_id())
+    if saved:
+        engine.load_checkpoint(str(folder), tag=f"step{saved}")
+        skip_steps(engine, data, saved)
+    for step in range(saved, steps):
+        engine.train_batch(data)
+        found.append(engine.ds_compress.monitor.message_quality())
+        if not saved:
+            engine.save_checkpoint(str(folder), tag=f"step{step + 1}")
+    return found
+
+
+@pytest.mark.parametrize("saved", [1, 3])
+def test_a_resumed_run_is_judged_by_the_same_measurements(saved, tmp_path):
+    """It was judged by another micro-batch, and forgot which residual had lasted."""
+    limits = {"residual": 1e6, "error": 9.0, "gradient_error": 1e6, "loss": 1e6}
+    config = ds_config(block(NOISE, EF_TOPK, every=1, action="stop", **limits))
+    whole, resumed = run_ranks(2, judged, config, tmp_path), run_ranks(2, judged, config, tmp_path, saved)
+    assert resumed == [rank[saved:] for rank in whole]
+    assert len({quality[0, "forward"].error for quality in whole[0]}) == 4
+    assert any(quality[0, "backward"].residual > 0.5 for quality in whole[1])

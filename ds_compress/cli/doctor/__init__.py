@@ -1,4 +1,4 @@
-"""ds-compress doctor: check this machine, or all machines of a hostfile, before a run."""
+"""ds-compress doctor: check this machine, or all machines of a launched job, before a run."""
 
 import argparse
 import dataclasses
@@ -12,7 +12,6 @@ from ds_compress.cli.check import read_block
 from ds_compress.cli.console import show
 from ds_compress.cli.doctor.cluster import Meeting, Report
 from ds_compress.cli.doctor.findings import Finding, findings, named
-from ds_compress.cli.doctor.hosts import examine
 from ds_compress.cli.doctor.machine import facts
 from ds_compress.cli.doctor.store import examine_store, store_findings
 from ds_compress.config import Config
@@ -24,14 +23,7 @@ MARKS = {"good": "good", "look": "LOOK", "bad": "BAD "}
 def add_parser(subparsers: Any) -> None:
     """Add the `doctor` command and its options."""
     parser = subparsers.add_parser(
-        "doctor", help="check this machine, all machines of a hostfile, or a replica store before a run"
-    )
-    parser.add_argument(
-        "--hostfile",
-        type=Path,
-        metavar="FILE",
-        help="DeepSpeed hostfile: check each machine in it (default: this machine, or the machines of all "
-        "ranks when started by a launcher)",
+        "doctor", help="check this machine, all machines of a job, or a replica store before a run"
     )
     parser.add_argument(
         "--timeout",
@@ -70,14 +62,10 @@ def run(args: argparse.Namespace) -> int:
         raise CompressionError(
             f'--ds-config: {args.ds_config} needs "replicas" with "every" above 1, and --replica-store'
         )
-    if args.hostfile:
-        if "RANK" in os.environ:
-            raise CompressionError("--hostfile: not under a launcher, which has started this process")
-        report = examine(args.hostfile, args.timeout, args.replicas)
-    elif "RANK" in os.environ:
+    if "RANK" in os.environ:
         report = Meeting(args.timeout, args.replicas).report()
     else:
-        report = {"hosts": [facts()], "links": [], "clocks": []}
+        report = {"hosts": [facts()], "links": []}
     if report is None:
         return 0
     if args.replica_store:

@@ -19,10 +19,8 @@ from ds_compress.errors import CompressionError, in_one_line
 from ds_compress.transport.p2p import PeerTimeout
 from ds_compress.transport.probe import probe_neighbours
 
-CLOCK_QUESTIONS = 8
-
 Report = dict[str, Any]
-"""`hosts`: facts of each rank; `links`: between ranks b and b + 1; `clocks`: offset of each to rank 0."""
+"""`hosts`: facts of each rank; `links`: between ranks b and b + 1."""
 
 
 class Meeting:
@@ -76,12 +74,9 @@ class Meeting:
         mine = facts(self.address)
         hosts = self.gather("facts", mine)
         # gloo would wait half an hour for a rank that has published an unreachable address
-        if self.agree(not any(is_unreachable(host, hosts) for host in hosts)):
-            links, clocks = self.measure()
-        else:
-            links, clocks = [], []
+        links = self.measure() if self.agree(not any(is_unreachable(host, hosts) for host in hosts)) else []
         everywhere = merge_links([link for found in self.gather("links", links) for link in found])
-        return {"hosts": hosts, "links": everywhere, "clocks": clocks} if self.rank == 0 else None
+        return {"hosts": hosts, "links": everywhere} if self.rank == 0 else None
 
     def gather(self, what: str, mine: Any) -> list[Any]:
         """Gather one value of every rank; return them on rank 0 and an empty list on the others."""
@@ -130,8 +125,8 @@ class Meeting:
                 f"ds-compress doctor: rank {self.rank} {what} ({in_one_line(error)})"
             ) from None
 
-    def measure(self) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
-        """Measure this rank's links and, on rank 0, the clocks; return both."""
+    def measure(self) -> list[dict[str, Any]]:
+        """Connect this rank with the others, and measure its links."""
         gpu = torch.cuda.is_available()
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpu else torch.device("cpu")
         with self._failing("could not connect to its neighbours"):
@@ -143,30 +138,9 @@ class Meeting:
                 timeout=self.timeout,
             )
             try:
-                return self.links(device), self.clocks()
+                return self.links(device)
             finally:
                 dist.destroy_process_group()
-
-    def clocks(self) -> list[dict[str, float]]:
-        """Measure the offset of each rank's clock to rank 0's, in ms, with its uncertainty; on rank 0."""
-        found = []
-        reading = torch.zeros(1, dtype=torch.float64, device="cpu")
-        for other in range(1, self.world):
-            trips = []
-            for _ in range(CLOCK_QUESTIONS):
-                if self.rank == 0:
-                    asked = time.time()
-                    dist.send(reading, other)
-                    dist.recv(reading, other)
-                    answered = time.time()
-                    trips.append((answered - asked, reading.item() - (asked + answered) / 2))
-                elif self.rank == other:
-                    dist.recv(reading, 0)
-                    dist.send(reading.fill_(time.time()), 0)
-            if trips:
-                trip, ahead = min(trips)
-                found.append({"rank": other, "ahead_ms": 1e3 * ahead, "within_ms": 1e3 * trip / 2})
-        return found
 
     def links(self, device: torch.device) -> list[dict[str, Any]]:
         """Measure incoming bandwidth and round-trip time of the links to neighbours and other replicas."""

@@ -1,6 +1,5 @@
 """Derive findings from a report of the machines: one verdict per line, with what to do."""
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,15 +11,8 @@ from ds_compress.cli.doctor.machine import AUTOLOAD, LOOPBACK, Facts
 MUST_BE_ALIKE = ("ds_compress", "torch", "deepspeed")
 """Libraries that need one version everywhere; others only get the level `look` if versions differ."""
 
-CLOCK_MS = 1000.0
-"""Offset between two clocks, in ms, above which log lines of two machines are hard to order."""
-
 UNEVEN = 2.0
 """Ratio above which a link gets the level `look`: faster to slower direction, nominal to measured."""
-
-
-NEARLY = 2.0
-"""A link is limited by TCP buffers if it reaches 1/NEARLY of the bandwidth that they allow."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +30,7 @@ def findings(report: Report) -> list[Finding]:
     names = named(hosts)
     found = [*_versions(hosts, names), *_switched_on(hosts, names), *_kernels(hosts, names)]
     if len(hosts) > 1:
-        found += [*_interfaces(hosts, names), *_clocks(report, names), *_links(report, names)]
+        found += [*_interfaces(hosts, names), *_links(report, names)]
     return found
 
 
@@ -114,26 +106,8 @@ def _interfaces(hosts: list[Facts], names: list[str]) -> Iterator[Finding]:
             yield Finding("look", f"{name} reaches rank 0 over {way}, but gloo takes {taken}, as {why}", do)
 
 
-def _clocks(report: Report, names: list[str]) -> Iterator[Finding]:
-    """Check that the clocks agree within `CLOCK_MS`."""
-    clocks = report["clocks"]
-    for clock in clocks:
-        if abs(clock["ahead_ms"]) - clock["within_ms"] > CLOCK_MS:
-            direction = "ahead of" if clock["ahead_ms"] > 0 else "behind"
-            yield Finding(
-                "look",
-                f"the clock of {names[clock['rank']]} is {abs(clock['ahead_ms']) / 1e3:.1f} s {direction} "
-                f"that of {names[0]}",
-                "let both follow a time server (timedatectl set-ntp true)",
-            )
-    if clocks:
-        most = max(abs(clock["ahead_ms"]) for clock in clocks)
-        if most <= CLOCK_MS:
-            yield Finding("good", f"clocks differ by at most {most:.1f} ms")
-
-
 def _links(report: Report, names: list[str]) -> Iterator[Finding]:
-    """Check the bandwidth of each link against its other direction, its interface and its TCP buffers."""
+    """Check the bandwidth of each link against its other direction and its interface."""
     hosts = report["hosts"]
     for link in report["links"]:
         before, after = link["ranks"]
@@ -144,12 +118,7 @@ def _links(report: Report, names: list[str]) -> Iterator[Finding]:
         ends = hosts[before], hosts[after]
         rated = ([i["mbit"] / 1e3 for i in host["interfaces"] if i["name"] == host["way"]] for host in ends)
         promised = min(next(iter(own), 0.0) for own in rated)  # Gbit/s; 0: an interface does not report it
-        window = min(host["window_bytes"] or math.inf for host in ends)
-        most = 8e-6 * window / max(link["rtt_ms"], 1e-3)  # Gbit/s
-        if fast * NEARLY > most:
-            limit = f"TCP buffers ({window / 2**20:.3g} MiB in flight) allow at most {most:.3g} Gbit/s"
-            yield Finding("look", f"{said}: {limit}", _WINDOW.format(int(4 * window), int(8 * window)))
-        elif fast > UNEVEN * slow:
+        if fast > UNEVEN * slow:
             yield Finding("look", f"{said}: one direction is {fast / slow:.1f} times the other", _LOOK)
         elif promised > UNEVEN * slow and slow < 10:  # one connection cannot saturate faster links
             yield Finding("look", f"{said}: the interface is rated {promised:.3g} Gbit/s", _LOOK)
@@ -167,5 +136,4 @@ def _links(report: Report, names: list[str]) -> Iterator[Finding]:
         yield Finding("bad", "no link was tried: gloo cannot reach the machines", "fix the interfaces first")
 
 
-_WINDOW = 'on both: sysctl -w net.ipv4.tcp_wmem="4096 65536 {}" net.ipv4.tcp_rmem="4096 131072 {}"'
 _LOOK = "look for other traffic, a bad cable, or a limit of the provider"

@@ -6,7 +6,6 @@ import platform
 import socket
 from contextlib import closing, suppress
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,7 +19,6 @@ LIBRARIES = ("torch", "deepspeed", "transformers")
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 IP = (socket.AF_INET, socket.AF_INET6)
 LOOPBACK = "lo"
-BUFFERS = Path("/proc/sys/net/ipv4")
 
 Facts = dict[str, Any]
 
@@ -54,7 +52,6 @@ def facts(meeting_point: str | None = None) -> Facts:
         "gloo_interface": interface,
         "gloo_because": why,
         "way": outgoing_interface(meeting_point) if meeting_point else None,
-        "window_bytes": window(),
     }
 
 
@@ -71,19 +68,6 @@ def interfaces() -> list[dict[str, Any]]:
         for name, given in psutil.net_if_addrs().items()
         if name in states and states[name].isup
     ]
-
-
-def window() -> int | None:
-    """Return the most bytes that one TCP connection can have in flight; None if unknown.
-
-    This is the maximum send buffer, or half of the maximum receive buffer, which is the window that the
-    receiver advertises (tcp(7), tcp_adv_win_scale).
-    """
-    try:
-        most = [int((BUFFERS / name).read_text().split()[2]) for name in ("tcp_wmem", "tcp_rmem")]
-    except (OSError, IndexError, ValueError):
-        return None
-    return min(most[0], most[1] // 2)
 
 
 def interface_of(address: str) -> str | None:

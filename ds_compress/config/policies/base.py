@@ -34,12 +34,6 @@ class Signal:
     norm: float = math.nan
     """Mean norm of the boundary's gradient messages since the previous decision, before compression, divided
     by the loss scale; nan if none was finite."""
-    errors: tuple[float, ...] = ()
-    """For each rung: error of a message of this step, the largest of all replicas; nan if not finite. That of
-    an activation is relative; that of a gradient is the error of the accumulated gradient
-    (`message.gradient_error`)."""
-    step_bytes: tuple[float, ...] = ()
-    """For each rung: bytes that one replica sends in a step."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +82,7 @@ class Policy(Named, ABC):
     """Base class of policies, which select rungs between steps."""
 
     Options: ClassVar[Any] = LadderOptions
-    norms: ClassVar[bool] = False  # whether it needs `Signal.norm`
-    errors: ClassVar[bool] = False  # whether it needs `Signal.errors`: every rung is tried on a message
-
-    @property
-    def measures(self) -> bool:
-        """Return whether a decision needs a collective."""
-        return self.norms or self.errors
+    norms: ClassVar[bool] = False  # whether it needs `Signal.norm`: a decision takes a collective
 
     def due(self, step: int) -> bool:
         """Return whether the policy decides after `step` steps since the warm-up."""

@@ -74,15 +74,10 @@ def replica_ladder(options: ReplicasOptions, policy: Policy, path: str) -> list[
         path: of the options, for errors.
 
     Raises:
-        CompressionError: the policy cannot work there, or a rung is not allowed.
+        CompressionError: a ladder or a rung is not allowed.
     """
     if policy.name == "constant":
         return []
-    if policy.errors:
-        raise CompressionError(
-            f"{path}.policy: {policy.name!r} is not allowed between replicas: it tries settings on messages "
-            "between stages; allowed: 'accordion'"
-        )
     if policy.options.forward or not policy.options.backward:
         given = "forward" if policy.options.forward else "backward"
         raise CompressionError(
