@@ -14,11 +14,18 @@ LARGEST_SHAPE = 2**40
 """Elements; PyTorch counts bytes in 64 bits."""
 
 
+_RUN = 'was removed: "recipe": "auto" measures the model in its run'
+_LAYOUTS = "was removed: train a few steps with each layout, and compare with `ds-compress report`"
 OLD = {
     "--held-mb": "is now --activation-mb",
     "--hostfile": "was removed: deepspeed --hostfile FILE --num_gpus 1 --module ds_compress doctor",
+    "--model": f"{_RUN}, and advise takes --forward-ms, or --finetune",
+    "--probe": f"{_RUN}, and advise takes --forward-ms",
+    "--replicas": _LAYOUTS,
+    "--parameters": _LAYOUTS,
+    "stage-times": f"{_RUN}, and prints compute times for advise",
 }
-"""Options of earlier releases, and what to use instead."""
+"""Options and commands of earlier releases: what to use instead, where a command does not know them."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,8 +33,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         words = message.split()
-        instead = [f"{old} {what}" for old, what in OLD.items() if old in words]
-        self.exit(2, f"{self.prog}: {'; '.join([' '.join(words), *instead])}\n")
+        came = {word.strip("'").partition("=")[0] for word in words}
+        found = [f"{old} {instead}" for old, instead in OLD.items() if old in came]
+        self.exit(2, f"{self.prog}: {'; '.join([' '.join(words), *found])}\n")
 
 
 def shape(text: str) -> tuple[int, ...]:

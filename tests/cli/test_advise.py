@@ -193,49 +193,9 @@ def test_the_best_recipe_is_not_compared_with_itself(capsys):
     assert out.splitlines()[0].count("none") == 1
 
 
-@pytest.mark.parametrize("parameters", [2_000_000, 2_000_000_000])
-@pytest.mark.extended(keep=1)
-def test_layouts_of_replicas_are_compared(capsys, parameters):
-    """Gradients of small stages cost less than messages, those of large ones more."""
-    replicas = ["--gbps", "1", *FAST_CODECS, "--replicas", "2", "--parameters", str(parameters)]
-    rows = plan(capsys, *replicas)["layouts"]
-    steps = {(row["layout"], row["settings"]): row["step_s"] for row in rows}
-    free = 11 * 3 * 16.4e-3  # of 8 micro-batches over 4 stages
-    # bf16: gradients there and back and parameters, or 4 bits of gradients and of parameters one way
-    for settings, bits in (("DeepSpeed", 48), ("4 bits", 8.5)):
-        sent = free + 4 * parameters / 2 * bits / 8 * 8 / 1e9
-        assert steps["gradients", settings] == pytest.approx(sent, rel=0.05)
-    assert steps["gradients", "4 bits"] < steps["gradients", "DeepSpeed"]
-    fastest = min(steps, key=steps.get)
-    assert fastest[0] == ("gradients" if parameters < 10**7 else "messages")
-    inside = {"gradients": "all stages of a replica", "messages": "all replicas of a stage"}[fastest[0]]
-    assert f"Fastest with {inside}" in advise(capsys, *replicas)
-
-
-def test_rounds_of_replicas_that_are_launched_apart(capsys):
-    """3 replicas of 4 stages: all packets cross the store's link in, and each but a replica's own out."""
-    parameters, gbps, replicas = 100_000_000, 0.2, 3
-    words = ["--gbps", str(gbps), *FAST_CODECS, "--replicas", str(replicas), "--parameters", str(parameters)]
-    exact, four_bits, topk = plan(capsys, *words)["rounds"]
-    free = 11 * 3 * 16.4e-3
-    for row, bits in ((exact, 32), (four_bits, 4.25)):
-        sent = 4 * parameters * bits
-        assert row["round_bytes"] == pytest.approx(sent / 8, rel=0.01)
-        assert row["round_s"] == pytest.approx(3 * 3 * sent / (gbps * 1e9), rel=0.01)
-        assert (row["delay"] - 1) * free < row["round_s"] <= row["delay"] * free
-        assert row["block"]["replicas"]["outer"]["delay"] == row["delay"]
-        assert row["share_of_free_step"] == pytest.approx(min(1, 30 * free / row["round_s"]))
-        Config(row["block"])
-    assert topk["round_s"] < four_bits["round_s"] / 4
-    assert 'TopK of 1.6 %, ef, "every": 30' in advise(capsys, *words)
-    (later, _, _) = plan(capsys, *words, "--latency-ms", "40")["rounds"]
-    assert later["round_s"] > exact["round_s"] + 80e-3 * 30
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--gbps", "1", "--replicas", "2"], "--replicas and --parameters: give both, or neither"),
         (["--gbps", "1", "--stages", "1"], "--stages: 1 is not allowed: should be 2 or more"),
         (["--gbps", "1", "--forward-ms", "1,2"], "--forward-ms: 2 numbers for 4 stages; give 1 or 4"),
         (["--gbps", "-1"], "argument --gbps: '-1' is not allowed: should be 1e-06 to 1e+06"),
@@ -250,6 +210,15 @@ def test_rounds_of_replicas_that_are_launched_apart(capsys):
             ["--gbps", "1", "--held-mb", "5"],
             "unrecognized arguments: --held-mb 5; --held-mb is now --activation-mb",
         ),
+        (
+            ["--gbps", "1", "--model", "M"],
+            'model M; --model was removed: "recipe": "auto" measures the model in',
+        ),
+        (["--gbps", "1", "--probe=x.py:f"], "; --probe was removed: "),
+        (
+            ["--gbps", "1", "--replicas", "2", "--parameters", "9"],
+            "; --replicas was removed: train a few steps with each layout, and compare with ",
+        ),
     ],
 )
 def test_refusals(capsys, arguments, message):
@@ -259,6 +228,16 @@ def test_refusals(capsys, arguments, message):
         error = capsys.readouterr().err
         assert ended.code == 2
     assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("given, missing", [("--shape", "--forward-ms"), ("--forward-ms", "--shape")])
+def test_what_is_missing_is_named(capsys, given, missing):
+    words = ("advise", "--stages", "2", "--micro-batches", "4", "--gbps", "1", given, "4")
+    assert main([*words]) == 2
+    assert capsys.readouterr().err == (
+        f"{missing}: missing; give it, or --finetune, whose train.json says it; "
+        '"recipe": "auto" measures it in a run\n'
+    )
 
 
 def test_two_hosts_refuses_in_one_line_what_it_cannot_do(tmp_path):

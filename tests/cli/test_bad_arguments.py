@@ -112,6 +112,11 @@ def test_a_report_that_cannot_be_written(tmp_path, capsys):
     assert str(tmp_path / "out") in refusal(["report", str(tmp_path), "--out", str(tmp_path / "out")], capsys)
 
 
+def test_a_removed_command_names_what_to_use(capsys):
+    error = refusal(["stage-times", "train.py"], capsys)
+    assert 'stage-times was removed: "recipe": "auto" measures the model in its run' in error
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])

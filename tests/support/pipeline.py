@@ -9,17 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import deepspeed
-import pytest
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 from torch import Tensor, nn
 
-from ds_compress.config import DIRECTIONS
-from ds_compress.planning.choice import all_candidates
-from ds_compress.planning.evaluate import REPEATS
 from ds_compress.simulate import announce, simulate
-from tests.support.codecs import error_of
 
 WIDTH = 32
 MICRO_BATCH = 4
@@ -250,29 +245,6 @@ def boundary_tensors(layers, cuts, x, loss):
         x = layer(x)
     loss(x).backward()
     return [(x.detach(), x.grad) for x in forward]
-
-
-def assert_errors_match(measured, *micro_batches):
-    """Assert that measured errors of stateless settings are those of their codecs on the same tensors."""
-    blocks = {
-        candidate.name: candidate.block
-        for candidate in all_candidates()
-        if candidate.name.startswith(("quantize", "entropy", "quant4", "bf16"))
-    }
-    assert len(blocks) > 5
-    for message in measured["messages"]:
-        place = {"boundary": message["boundary"], "direction": message["direction"]}
-        direction = place["direction"]
-        sent = [own[message["boundary"]][DIRECTIONS.index(direction)] for own in micro_batches]
-        x = sent[0]
-        assert message["tensors"] == [{"shape": list(x.shape), "dtype": str(x.dtype).split(".")[1]}]
-        assert message["bytes"] == x.nbytes
-        for name, block in blocks.items():
-            codec = block[direction]["codec"]  # rotations are others in each step
-            error = max(
-                error_of(codec, sent[n % len(sent)], seed=SEED, step=n, **place) for n in range(REPEATS)
-            )
-            assert message["settings"][name]["error"] == pytest.approx(error, rel=1e-4)
 
 
 class TupleBlock(Block):

@@ -1,29 +1,21 @@
 """ds-compress advise: predict which recipe pays on a link, or that none does.
 
 It replays DeepSpeed's schedule (`ds_compress.planning.step_time`) with real packet sizes, and codec speeds
-measured here. Options give compute times and messages, or they are measured on a model in this process:
-`--model` takes a Transformers checkpoint, `--probe` layers of your own. With `--finetune` they are predicted,
-memory included, from a train.json and the config.json of its model. `ds-compress doctor` measures links.
+measured here. Options give compute times and the shape of messages. With `--finetune` they are predicted,
+memory included, from a train.json and the config.json of its model. `ds-compress doctor` measures links;
+`"recipe": "auto"` measures compute times and errors in a run.
 """
 
 import argparse
-import contextlib
 import json
-import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ds_compress.cli.advise.format import format_footprint, format_profile, format_row, format_verdict
-from ds_compress.cli.advise.from_model import WANTED
-from ds_compress.cli.advise.layouts import compare_layouts, format_layouts, format_rounds, predict_rounds
-from ds_compress.cli.advise.planner import (
-    list_recipes,
-    make_evaluator,
-    predict_run,
-    read_recipe_files,
-)
+from ds_compress.cli.advise.format import format_footprint, format_row, format_verdict
+from ds_compress.cli.advise.from_args import ArgsEvaluator
+from ds_compress.cli.advise.planner import list_recipes, predict_run, read_recipe_files, workload_from
 from ds_compress.cli.arguments import add_import, add_message, device, integer, number, numbers
 from ds_compress.cli.console import show
 from ds_compress.config import KEY
@@ -45,23 +37,10 @@ def add_parser(subparsers: Any) -> None:
         help="predict, without training, which recipe and depth are the fastest for a model and a link",
     )
     add_message(parser, shape_required=False)
-    parser.set_defaults(dtype=None, gradient_dtype=None)
+    parser.set_defaults(dtype=None)
     stages = next(action for action in parser._actions if action.dest == "stages")
     stages.required = False
-    model = parser.add_mutually_exclusive_group()
-    model.add_argument(
-        "--model",
-        metavar="CHECKPOINT",
-        help="measure compute times and errors on a causal language model that Transformers saved: a folder, "
-        "a name in the cache of this machine, or hf://ORG/MODEL, which is downloaded. Then --shape 4,1024 "
-        "means 4 sequences of 1,024 tokens, and --dtype is that of the weights (default: as stored)",
-    )
-    model.add_argument(
-        "--probe",
-        metavar="FILE.py:FUNCTION",
-        help=f"measure the same on layers of your own: the function returns {WANTED}, as for PipelineModule",
-    )
-    model.add_argument(
+    parser.add_argument(
         "--finetune",
         type=Path,
         metavar="TRAIN_JSON",
@@ -82,7 +61,7 @@ def add_parser(subparsers: Any) -> None:
         "--forward-ms",
         type=numbers(1e-6, 1e9),
         help="time of the forward pass of a micro-batch on one stage, in ms: one number for all stages, or "
-        "one for each, such as 16,16,18 (default: measured, with --model or --probe)",
+        'one for each, such as 16,16,18; the report of "recipe": "auto" has them',
     )
     parser.add_argument(
         "--backward-ms",
@@ -122,7 +101,7 @@ def add_parser(subparsers: Any) -> None:
         "--activation-mb",
         type=number(0, 1e9),
         help="activation memory per micro-batch on a stage, in MB (default: that of its input, as with "
-        "activation checkpointing; with --model or --probe: measured)",
+        "activation checkpointing)",
     )
     parser.add_argument(
         "--memory-gb",
@@ -145,25 +124,12 @@ def add_parser(subparsers: Any) -> None:
         "--device",
         type=device,
         default="cpu",
-        help="device on which codecs and passes are measured: cpu, cuda (default: cpu)",
+        help="device on which codecs are measured: cpu, cuda (default: cpu)",
     )
     parser.add_argument(
         "--codec-gbps",
         type=number(1e-6, 1e6),
         help="speed of encoding and of decoding, in GB/s of input, for all codecs (default: measured)",
-    )
-    parser.add_argument(
-        "--replicas",
-        type=integer(2, 2**16),
-        help="number of data-parallel replicas: also compare machines with all replicas of a stage with "
-        "machines with all stages of a replica, and predict rounds of training at several sites. The ranks "
-        "of a machine share --gbps; needs --parameters or --finetune",
-    )
-    parser.add_argument(
-        "--parameters",
-        type=integer(1, 2**45),
-        help="number of values in the parameters of a stage that are compressed: its matrices of 16,384 "
-        "values or more",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_import(parser)
@@ -177,45 +143,26 @@ def run(args: argparse.Namespace) -> int:
             raise CompressionError(f"{option}: missing; give it, or --finetune, whose train.json says it")
     if args.stages < 2:
         raise CompressionError(f"--stages: {args.stages} is not allowed: should be 2 or more")
-    if (args.replicas is None) != (args.parameters is None):
-        raise CompressionError("--replicas and --parameters: give both, or neither")
-    evaluator, files = make_evaluator(args), read_recipe_files(args.recipe or ())
+    workload, evaluator = workload_from(args), ArgsEvaluator(args)
+    files = read_recipe_files(args.recipe or ())
     network = LinkSpeed(bandwidth=args.gbps * 1e9 / 8, latency=args.latency_ms / 1e3)
     limits = LIMITS[args.quality] if args.max_error is None else ErrorLimits(args.max_error, args.max_error)
-    with contextlib.redirect_stdout(sys.stderr):  # what deepspeed, and layers, may print
-        evaluator.prepare()
-        recipes = list_recipes(args, evaluator, files, footprint, network, limits)
-        workload, measured = evaluator.workload, evaluator.measured()
-        rows = choice.rank(workload, (network,) * (args.stages - 1), recipes)
-        best = choice.pick_best(rows, limits)
-        compared = [recipes[0], *(own for own in recipes if best and own.name == best["recipe"])]
-        layouts = compare_layouts(args, workload, compared, network) if args.replicas else []
-        rounds = predict_rounds(args, workload, network) if args.replicas else []
+    recipes = list_recipes(args, evaluator, files, footprint, network, limits)
+    rows = choice.rank(workload, (network,) * (args.stages - 1), recipes)
+    best = choice.pick_best(rows, limits)
     block = best["block"] if best else rows[0]["block"]
     if args.json:
         name = best["recipe"] if best else None
-        more: dict[str, Any] = {"measured": measured} if measured else {}
-        if footprint:
-            more["predicted"] = [{**asdict(own), "total": own.total} for own in footprint]
-        if layouts:
-            more |= {"layouts": layouts, "rounds": rounds}
+        more = {"predicted": [{**asdict(own), "total": own.total} for own in footprint]} if footprint else {}
         print(json.dumps({"rows": rows, "best": name, "block": block, **more}, indent=2))
         return 0
     option = f"--quality {args.quality}" if args.max_error is None else "--max-error"
     print(format_verdict(rows, best, limits, option))
     if best:
         print(f'"{KEY}": {json.dumps(block)}')
-    if measured:
-        print()
-        show(*format_profile(measured))
     if footprint:
         print()
         show(*format_footprint(footprint))
-    if layouts:
-        print()
-        show(*format_layouts(layouts))
-        print()
-        show(*format_rounds(rounds))
     counts = f"{args.stages} stages, {args.micro_batches} micro-batches"
     title = f"{counts}, {evaluator.message}, {args.gbps:.3g} Gbit/s"
     print()

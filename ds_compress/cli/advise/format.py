@@ -25,25 +25,6 @@ def format_row(baseline: dict[str, Any], row: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def format_profile(measured: dict[str, Any]) -> tuple[str, list[dict[str, str]]]:
-    """Format what was measured on a model: a title, and a row for each stage."""
-    sent = {(own["boundary"], own["direction"]): own["bytes"] for own in measured["messages"]}
-    rows = [
-        {
-            "stage": f"{own['stage']}",
-            "forward, ms": f"{own['forward_ms']:,.1f}",
-            "backward, ms": f"{own['backward_ms']:,.1f}",
-            "activations of a micro-batch, MB": "?"
-            if own["activation_mb"] is None
-            else f"{own['activation_mb']:,.1f}",
-            "sent forward, bytes": f"{sent.get((own['stage'], 'forward'), 0):,}",
-            "sent backward, bytes": f"{sent.get((own['stage'] - 1, 'backward'), 0):,}",
-        }
-        for own in measured["stages"]
-    ]
-    return f"measured here, on {measured['device']}, {measured['threads']} thread(s)", rows
-
-
 def format_footprint(footprint: "Sequence[StageFootprint]") -> tuple[str, list[dict[str, str]]]:
     """Format what the stages of a fine-tuning run need: a title, and a row for each."""
     rows = [

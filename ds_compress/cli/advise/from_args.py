@@ -17,7 +17,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.feedback import FeedbackCodec
 from ds_compress.message.gradient_error import estimate_gradient_error
 from ds_compress.planning.choice import EvaluatedMessage, Evaluation, all_candidates
-from ds_compress.planning.step_time import MessageCost, Workload
+from ds_compress.planning.step_time import MessageCost
 
 ERROR_NUMEL = 1 << 20
 """Sizes and errors are measured on at most so many values of a message."""
@@ -28,30 +28,14 @@ FITTED_WIDTH = 1024
 class ArgsEvaluator:
     """Evaluates candidates on the benchmark's tensor, which stands for the messages of all boundaries."""
 
-    def __init__(self, args: argparse.Namespace, workload: Workload | None):
-        """
-        Raises:
-            CompressionError: an option is missing.
-        """
-        for option, value in (("--forward-ms", workload), ("--shape", args.shape)):
-            if value is None:
-                raise CompressionError(
-                    f"{option}: missing; give it, or --model or --probe to have it measured"
-                )
-        assert workload is not None
-        self._args, self.workload = args, workload
+    def __init__(self, args: argparse.Namespace):
+        self._args = args
         dtype = args.dtype or "fp32"
         self._spec = TensorSpec(args.shape, DTYPES[dtype])
         self.message = f"{list(args.shape)} {dtype}"
         self._boundaries = args.stages - 1
         self.raw_bytes = [self._spec.nbytes] * self._boundaries, [self._spec.nbytes] * self._boundaries
         self.activation_bytes = [float(self._spec.nbytes)] * args.stages  # as with activation checkpointing
-
-    def prepare(self) -> None:
-        """Do nothing: options have given all."""
-
-    def measured(self) -> None:
-        """Return nothing: there is no model."""
 
     def of_candidates(self) -> list[list[Evaluation]]:
         """Evaluate every candidate; by boundary."""
@@ -64,7 +48,7 @@ class ArgsEvaluator:
                 found.append(Evaluation(candidate, *messages))
         return [found] * self._boundaries
 
-    def of_file(self, name: str, config: Config) -> tuple[list[EvaluatedMessage], list[EvaluatedMessage]]:
+    def of_file(self, config: Config) -> tuple[list[EvaluatedMessage], list[EvaluatedMessage]]:
         """Evaluate `config`; return the messages forward and backward, each by boundary."""
         forward, backward = (self._evaluate(config, direction) for direction in DIRECTIONS)
         return [forward] * self._boundaries, [backward] * self._boundaries

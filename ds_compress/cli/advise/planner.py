@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_compress.cli.advise.from_args import ArgsEvaluator
-from ds_compress.cli.advise.from_model import ModelEvaluator
 from ds_compress.cli.arguments import DTYPES
 from ds_compress.cli.check import read_block
 from ds_compress.cli.console import importing_deepspeed
@@ -26,24 +25,13 @@ if TYPE_CHECKING:
     from ds_compress.hf.footprint import StageFootprint
 
 
-Evaluator = ArgsEvaluator | ModelEvaluator
 RecipeFiles = Mapping[str, tuple[Any, Config]]
 """Blocks as written and as checked, by name."""
 
 
-def make_evaluator(args: argparse.Namespace) -> Evaluator:
-    """Return what evaluates candidates: by options, or on the model that `--model` or `--probe` names.
-
-    Raises:
-        CompressionError: an option is missing or wrong, or contradicts another one.
-    """
-    kind = ModelEvaluator if args.model or args.probe else ArgsEvaluator
-    return kind(args, workload_from(args))
-
-
 def list_recipes(
     args: argparse.Namespace,
-    evaluator: Evaluator,
+    evaluator: ArgsEvaluator,
     files: RecipeFiles,
     footprint: "Sequence[StageFootprint]",
     network: LinkSpeed,
@@ -58,7 +46,7 @@ def list_recipes(
     found = []
     for name, (block, config) in files.items():
         with errors_at(f"recipe {name}"):
-            both = evaluator.of_file(name, config)
+            both = evaluator.of_file(config)
         forward, backward = (tuple(message.cost for message in own) for own in both)
         mode, depth, memory_gb = config.block.link.mode, config.block.link.depth, config.block.link.memory_gb
         budgets = _budgets(args, evaluator, footprint, memory_gb)
@@ -74,7 +62,7 @@ def list_recipes(
 
 def _budgets(
     args: argparse.Namespace,
-    evaluator: Evaluator,
+    evaluator: ArgsEvaluator,
     footprint: "Sequence[StageFootprint]",
     memory_gb: float | None = None,
 ) -> tuple[MemoryBudget, ...]:
@@ -90,16 +78,18 @@ def _budgets(
     return tuple(MemoryBudget(own, limit=limit) for own, limit in zip(activation_bytes, limits))
 
 
-def workload_from(args: argparse.Namespace) -> Workload | None:
-    """Return the workload that options give; None where none gives the times of the passes.
+def workload_from(args: argparse.Namespace) -> Workload:
+    """Return the workload that options give.
 
     Raises:
-        CompressionError: the numbers do not fit the stages, or backward passes alone are given.
+        CompressionError: an option is missing, or its numbers do not fit the stages.
     """
-    if args.forward_ms is None:
-        if args.backward_ms is not None:
-            raise CompressionError("--backward-ms: came without --forward-ms; give both, or none of them")
-        return None
+    for option, value in (("--forward-ms", args.forward_ms), ("--shape", args.shape)):
+        if value is None:
+            raise CompressionError(
+                f"{option}: missing; give it, or --finetune, whose train.json says it; "
+                '"recipe": "auto" measures it in a run'
+            )
     forward = _per_stage("--forward-ms", args.forward_ms, args.stages)
     backward = args.backward_ms or [2 * ms for ms in args.forward_ms]
     both = forward, _per_stage("--backward-ms", backward, args.stages)
@@ -136,10 +126,9 @@ def predict_run(args: argparse.Namespace) -> "list[StageFootprint]":
     Raises:
         CompressionError: train.json or an option is wrong, or a stage does not fit into the memory.
     """
-    if args.stages or args.shape or args.micro_batches or args.parameters:
+    if args.stages or args.shape or args.micro_batches:
         raise CompressionError(
-            "--stages, --shape, --micro-batches, --parameters: not allowed with --finetune, whose train.json "
-            "says them"
+            "--stages, --shape, --micro-batches: not allowed with --finetune, whose train.json says them"
         )
     if args.tflops is None and args.forward_ms is None:
         raise CompressionError("--tflops: missing; give what your GPU reaches in training, or --forward-ms")
@@ -173,7 +162,4 @@ def _predict(args: argparse.Namespace) -> "list[StageFootprint]":
     args.shape = (sequences, settings.lengths[-1], config.get_text_config().hidden_size)
     stored = next((name for name, dtype in DTYPES.items() if dtype == config.dtype), "fp32")
     args.dtype = args.dtype or settings.dtype or stored
-    if args.replicas:  # adapters and their gradients are fp32
-        args.parameters = max(own.trained_values for own in found)
-        args.gradient_dtype = "fp32" if settings.lora else args.dtype
     return found

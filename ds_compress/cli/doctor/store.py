@@ -86,13 +86,10 @@ def store_findings(found: dict[str, Any]) -> Iterator[Finding]:
         do = "run `ds-compress replica-store --port PORT` there, and open the port in its firewall"
         yield Finding("bad", f"{name} cannot be reached: {found['error']}", do)
         return
-    slow = min(found["up_gbps"], found["down_gbps"])
     yield Finding(
         "good",
         f"{name}: {found['rtt_ms']:.2f} ms round trip, {125 * found['up_gbps']:.3g} MB/s there, "
         f"{125 * found['down_gbps']:.3g} MB/s back",
-        f"ds-compress advise ... --gbps {slow:.3g} --latency-ms {found['rtt_ms'] / 2:.2g} --replicas N "
-        "--parameters COUNT",
     )
     there = ", ".join(map(str, found["announced"]))
     if not there:
