@@ -14,14 +14,13 @@ from ds_compress.cli import (
     reference,
     replica_store,
     report,
-    stage_times,
 )
 from ds_compress.cli.arguments import Parser
 from ds_compress.errors import CompressionError
 from ds_compress.registry import plugins
 from ds_compress.version import __version__
 
-COMMANDS = (listing, check, bench, advise, report, merge, reference, doctor, stage_times, replica_store)
+COMMANDS = (listing, check, bench, advise, report, merge, reference, doctor, replica_store)
 
 
 def parser() -> Parser:

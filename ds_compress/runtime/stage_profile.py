@@ -3,14 +3,12 @@
 The profiles of all ranks together are the input of the planner.
 """
 
-import functools
 import math
 import socket
 import statistics
-import time
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +16,6 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.pipe import schedule
-from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_compress.config import DIRECTIONS
 from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
@@ -240,43 +235,3 @@ def slowest_link(rows: Sequence[Row]) -> str:
     slowest = min(row[side] for row in rows for side in ("from before", "from after") if row[side])
     latency = 1e3 * max(row["latency"] for row in rows)
     return f"slowest link {8e-6 * slowest:,.3g} Mbit/s, {latency:.3g} ms one way"
-
-
-TIMED = {
-    "forward_ms": schedule.ForwardPass,
-    "backward_ms": schedule.BackwardPass,
-    "step_ms": schedule.OptimizerStep,
-}
-
-
-class StageTimes:
-    """Measures the time of the schedule's instructions in the pipelines that this process runs."""
-
-    def __init__(self) -> None:
-        self._stage: int | None = None
-        self._times = defaultdict[str, list[float]](list)
-        engine: Any = PipelineEngine
-        for name, instruction in TIMED.items():
-            engine._INSTRUCTION_MAP[instruction] = self._timed(name, engine._INSTRUCTION_MAP[instruction])
-
-    def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)  # ds_compress looks at the signature
-        def run(engine: Any, *args: Any, **kwargs: Any) -> Any:
-            get_accelerator().synchronize()
-            started = time.perf_counter()
-            result = function(engine, *args, **kwargs)
-            get_accelerator().synchronize()
-            self._times[name].append(1e3 * (time.perf_counter() - started))
-            self._stage = engine.stage_id
-            return result
-
-        return run
-
-    def medians(self) -> dict[str, float] | None:
-        """Return the stage and the median ms of each instruction; None if no pipeline was trained."""
-        if self._stage is None:
-            return None
-        return {
-            "stage": self._stage,
-            **{name: round(statistics.median(times), 3) for name, times in self._times.items()},
-        }

@@ -88,7 +88,7 @@ class Bench:
 
     def profile(self) -> Workload:
         """Measure the compute times of DeepSpeed's stages, with timers around its instructions."""
-        stages = stage_times(self.runs.train(BASELINE, Wire(), through=STAGE_TIMES)["log"])
+        stages = stage_times(self.runs.train(BASELINE, Wire(), through=[STAGE_TIMES])["log"])
         # The step of the other stage waits for this one's last backward pass
         per_step = min(stage["step_ms"] for stage in stages) / 1e3
         forward, backward = (tuple(stage[f"{d}_ms"] / 1e3 for stage in stages) for d in DIRECTIONS)

@@ -114,7 +114,7 @@ def launch(folder: Path, wire: Wire, settings: dict[str, Any], through: Sequence
 def profile(out: Path, steps: int) -> list[str]:
     """Measure the compute times of the stages, and return them as options of `ds-compress advise`."""
     folder = out / "profile"
-    log = launch(folder, Wire(), make_settings(out, folder, BASELINE, steps), STAGE_TIMES)
+    log = launch(folder, Wire(), make_settings(out, folder, BASELINE, steps), [STAGE_TIMES])
     stages = stage_times(log)
     # The step of the other stage waits for this one's last backward pass
     options = ["--step-ms", str(min(stage["step_ms"] for stage in stages))]
@@ -131,7 +131,16 @@ def predict(folder: Path, recipe: str, mbit: float, times: Sequence[str]) -> flo
     config = folder / "ds_config.json"
     block = {"recipe": "none" if recipe == BASELINE else recipe}
     config.write_text(json.dumps({"ds_compress": block}))
-    words = [STAGE_TIMES[0], "advise", "--finetune", str(folder / "train.json"), *times, "--json"]
+    words = [
+        sys.executable,
+        "-m",
+        "ds_compress",
+        "advise",
+        "--finetune",
+        str(folder / "train.json"),
+        *times,
+        "--json",
+    ]
     words += ["--gbps", str(mbit / 1e3 * PAYLOAD), "--recipe", str(config)]
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
     row = json.loads(done.stdout)["rows"][0 if recipe == BASELINE else 1]

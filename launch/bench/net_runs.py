@@ -21,7 +21,7 @@ BASELINE = "stock"
 MICRO_BATCHES = 8
 SEQ, HIDDEN = 128, 256
 HOSTS = 2
-STAGE_TIMES = (str(Path(sys.executable).with_name("ds-compress")), "stage-times")
+STAGE_TIMES = str(LAUNCH / "bench" / "stage_times.py")
 PAYLOAD = 1448 / 1514  # of an Ethernet frame that holds TCP over IP
 PASS_MS = 40  # of a forward pass of stages that are asleep
 ATTEMPTS = 3  # to make a run whose processes end in order
@@ -166,7 +166,7 @@ def run(words: list[str], folder: Path, wire: Wire, slots: int) -> tuple[list[st
 
 
 def stage_times(log: list[str]) -> list[dict[str, float]]:
-    """What `ds-compress stage-times` says on each stage. DeepSpeed's launcher turns buffers off: Python then
+    """What `stage_times.py` says on each stage. DeepSpeed's launcher turns buffers off: Python then
     writes the end of a line by itself, so the words of two stages can share a line."""
     found = (json.loads(words) for line in log for words in re.findall(r"stage_times (\{.*?\})", line))
     return sorted(found, key=lambda stage: stage["stage"])
