@@ -4,6 +4,7 @@ import copy
 import itertools
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import AutoConfig, PretrainedConfig
 from ds_compress.errors import CompressionError, failures_at, shown
 from ds_compress.hf.part import (
     EMBEDDING,
+    LAYER,
     Part,
     PartId,
     add_adapters,
@@ -75,6 +77,12 @@ class TransformersPipeline(PipelineModule):
     def __init__(self, specs: list[LayerSpec], bounds: list[int], **options: Any):
         self._bounds = bounds
         super().__init__(specs, loss_fn=causal_lm_loss, **options)
+
+    @property
+    def stage_layers(self) -> list[int]:
+        """Return the number of the model's layers on each stage, as `stages` lists them."""
+        are_layers = [spec.module_args[1].kind == LAYER for spec in self._layer_specs]
+        return [sum(are_layers[start:end]) for start, end in pairwise(self._bounds)]
 
     def _partition_layers(self, method: str) -> None:
         self.parts = self._bounds

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +21,7 @@ from ds_compress.config.recipes import LIMITS, with_changes
 from ds_compress.message.channel import Channel
 from ds_compress.message.channel_end import SendingEnd
 from ds_compress.message.clock import HostClock, clock_for
+from ds_compress.planning.balance import balance_layers, is_uneven
 from ds_compress.planning.choice import (
     Candidate,
     Evaluation,
@@ -41,6 +42,7 @@ from ds_compress.planning.evaluate import (
     to_evaluation,
 )
 from ds_compress.planning.schedule import is_deepspeed_schedule
+from ds_compress.planning.step_time import Workload
 from ds_compress.runtime.depth import MEASURED, DepthController
 from ds_compress.runtime.interface import Change, StageView
 from ds_compress.runtime.stage_profile import (
@@ -184,7 +186,10 @@ class AutoController(DepthController):
         step = engine.global_steps
         return Change(
             _everywhere(chosen["block"], len(found.networks)),
-            lambda _: print(format_report(ranked, chosen, rows, self._config, step), flush=True),
+            lambda _: print(
+                format_report(ranked, chosen, rows, self._config, step, found.workload, engine.module),
+                flush=True,
+            ),
         )
 
     def _ranked(
@@ -230,8 +235,15 @@ def format_report(
     rows: Sequence[Row],
     config: Config,
     step: int,
+    workload: Workload,
+    module: Any,
 ) -> str:
-    """Format the table of recipes and the chosen block; `ranked`: rows of `choice.rank`."""
+    """Format the table of recipes, the times of the stages, and the chosen block.
+
+    Args:
+        ranked: rows of `choice.rank`.
+        module: the `PipelineModule` whose stages took the times in `workload`.
+    """
     assert config.quality is not None
     limits = LIMITS[config.quality]
     lines = [
@@ -247,8 +259,36 @@ def format_report(
         lines.append(REPORT_COLUMNS.format(*numbers, *errors, f"{row['recipe']}{mark}"))
     if chosen["speedup"] < 1.05:
         lines.append("nothing would make a step 5 % faster than DeepSpeed's own")
+    lines += format_stages(workload, module)
     lines.append(f'"{KEY}": {json.dumps(reproducing(config, chosen, step))}')
     return "\n".join(lines)
+
+
+def format_stages(workload: Workload, module: Any) -> list[str]:
+    """Format the times of the stages as options of advise; if they are uneven, also the layers to give them.
+
+    Args:
+        module: its `parts`, and `stage_layers` if it counts other layers in its settings, are read.
+    """
+    forward, backward = (
+        ",".join(f"{1e3 * s:.4g}" for s in own) for own in (workload.forward, workload.backward)
+    )
+    times = f"--forward-ms {forward} --backward-ms {backward} --step-ms {1e3 * workload.per_step:.4g}"
+    lines = [f"stages, for ds-compress advise: {times}"]
+    if not is_uneven(workload.forward):
+        return lines
+    slow, fast = (workload.forward.index(pick(workload.forward)) for pick in (max, min))
+    times = f"{workload.forward[slow] / workload.forward[fast]:.2f} times as long as stage {fast}"
+    line = f"stages are uneven: a forward pass of stage {slow} takes {times}"
+    given = getattr(module, "stage_layers", None)
+    layers = given or [end - start for start, end in pairwise(getattr(module, "parts", ()))]
+    if len(layers) == workload.stages and min(layers) > 0:
+        seconds = [sum(both) for both in zip(workload.forward, workload.backward)]
+        balanced = balance_layers(seconds, layers)
+        bounds = f"cut its layers at {list(accumulate(balanced, initial=0))} (partition_method, docs/auto.md)"
+        advice = f'to balance them: "stages": {balanced}' if given else f"to balance them, {bounds}"
+        line += f"; {'no other cut is more even' if balanced == layers else advice}"
+    return [*lines, line]
 
 
 def reproducing(config: Config, chosen: dict[str, Any], step: int) -> dict[str, Any]:

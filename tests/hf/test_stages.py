@@ -12,6 +12,7 @@ from safetensors import safe_open
 from ds_compress.errors import CompressionError
 from ds_compress.hf import pipeline_module
 from ds_compress.hf.merge import merge
+from ds_compress.hf.model import load_config
 from tests.support.finetuning import FAMILIES, batch, load_model, run_model, save
 from tests.support.pipeline import ds_config
 from tests.support.ranks import run_ranks
@@ -178,3 +179,14 @@ def test_runs_that_are_not_complete_are_refused(trained, tmp_path):
     (tmp_path / "train.json").write_bytes((runs / "0" / "train.json").read_bytes())
     with pytest.raises(CompressionError, match="no complete checkpoint: latest is missing"):
         merge(tmp_path, tmp_path / "merged")
+
+
+def stage_layers(folders, stages):
+    return [pipeline_module(folder, stages).stage_layers for folder in folders]
+
+
+def test_layers_of_stages_are_counted_as_they_were_given(tmp_path):
+    """Recipe `auto` proposes such counts: without embedding and head, also if these are tied."""
+    folders = [save(family, tmp_path / str(number)) for number, family in enumerate(("Llama", "Qwen2, tied"))]
+    stages = [1, load_config(folders[0]).num_hidden_layers - 1]
+    assert run_ranks(2, stage_layers, folders, stages) == [[stages, stages]] * 2

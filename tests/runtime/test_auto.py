@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.config.recipes import LIMITS
 from ds_compress.engine.session import Session
+from ds_compress.planning.step_time import Workload
 from ds_compress.runtime import auto, stage_profile
 from ds_compress.transport.probe import LinkMeasurement
 from tests.support.pipeline import batches, build, ds_config, skip_steps
@@ -94,6 +96,40 @@ def test_it_trains_as_stock_until_the_choice_and_then_as_the_block_that_it_print
     assert first["losses"] == run_ranks(2, trained, ds_config(found))[0]["losses"]
     stock = run_ranks(2, trained_stock)[0]
     assert first["losses"][:CHOSEN] == stock[:CHOSEN] and first["losses"][CHOSEN:] != stock[CHOSEN:]
+
+
+def takes(seconds):
+    """A rank whose forward pass takes so long, and its backward pass twice that."""
+    return lambda row: {**row, "forward": seconds, "backward": 2 * seconds}
+
+
+def test_it_says_when_stages_are_uneven_and_how_to_cut_them():
+    """Where one GPU was slower than the others, nothing said so."""
+    first, second = run_ranks(
+        2, trained, ds_config(block()), FAR, 2, None, 0, False, {0: takes(0.03), 1: takes(0.01)}
+    )
+    assert "stages, for ds-compress advise: --forward-ms 30,10 --backward-ms 60,20" in first["printed"]
+    assert (
+        "stages are uneven: a forward pass of stage 0 takes 3.00 times as long as stage 1; to balance them, "
+        "cut its layers at [0, 2, 8] (partition_method, docs/auto.md)\n"
+    ) in first["printed"]
+    assert pasted(first) and "stages" not in second["printed"]
+
+
+def lines(forward, **module):
+    both = forward, tuple(2 * seconds for seconds in forward)
+    return auto.format_stages(Workload(*both, 4, 0.001), SimpleNamespace(**module))
+
+
+def test_what_is_said_of_stages():
+    (even,) = lines((0.02, 0.0225), parts=[0, 4, 8])
+    assert even.endswith("--forward-ms 20,22.5 --backward-ms 40,45 --step-ms 1")
+    # of a Transformers model, "stages" counts its layers without embedding and head
+    _, counted = lines((0.01, 0.02), parts=[0, 8, 15], stage_layers=[6, 6])
+    assert counted.endswith('stage 1 takes 2.00 times as long as stage 0; to balance them: "stages": [8, 4]')
+    assert lines((0.01, 0.012), parts=[0, 2, 4])[1].endswith("; no other cut is more even")
+    for module in ({}, {"parts": [0, 0, 4]}, {"parts": [0, 4]}):  # a module that cuts itself
+        assert lines((0.01, 0.02), **module)[1].endswith("times as long as stage 0")
 
 
 def overflowed(config):
