@@ -3,7 +3,6 @@
 import argparse
 import base64
 import html
-import json
 import math
 import sys
 from dataclasses import replace
@@ -18,7 +17,7 @@ body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 64rem
        color: #1b1b1b; }
 table { border-collapse: collapse; margin: 1rem 0; } th, td { padding: .3rem .8rem; text-align: right; }
 th:first-child, td:first-child { text-align: left; } tr + tr { border-top: 1px solid #ddd; }
-figure { margin: 2rem 0; } img { max-width: 100%; } figcaption { color: #555; } pre { overflow-x: auto; }
+figure { margin: 2rem 0; } img { max-width: 100%; } figcaption { color: #555; }
 """
 
 
@@ -31,8 +30,8 @@ def add_parser(subparsers: Any) -> None:
         nargs="+",
         type=Path,
         metavar="RUN",
-        help="folder of DeepSpeed's csv_monitor or of TensorBoard, an offline W&B run, or a folder that "
-        "contains such runs",
+        help="folder of DeepSpeed's csv_monitor or of TensorBoard, of an online W&B run (its summary has the "
+        "last values alone), or a folder that contains such runs",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("report"), help="folder to write to (default: report)"
@@ -72,7 +71,7 @@ def summarize(run: RecordedRun) -> dict[str, float]:
     where unknown."""
     sent, gradients, rounds = run.total("wire_bytes"), run.between_replicas("wire_bytes"), run.rounds()
     return {
-        "steps": len(run.series[LOSS]),
+        "steps": len(run.series[LOSS]) if len(run.series[LOSS]) > 1 else math.nan,  # a summary has the last
         "final loss": run.final_loss,
         "MB sent": sent[-1][1] / 1e6 if sent else math.nan,
         "ratio": bytes_ratio(run.total),
@@ -92,7 +91,7 @@ def headlines(runs: list[RecordedRun]) -> list[str]:
 
 
 def _distinct(runs: list[RecordedRun]) -> list[RecordedRun]:
-    """Name runs of equal names after their files of W&B; two that have the same name then are refused."""
+    """Name runs of equal names after their folders of W&B; two that have the same name then are refused."""
     names = [run.name for run in runs]
     runs = [replace(r, name=r.wandb_name) if r.wandb_name and names.count(r.name) > 1 else r for r in runs]
     names = [run.name for run in runs]
@@ -117,19 +116,13 @@ def _page(runs: list[RecordedRun], figures: list[tuple[Path, str]]) -> str:
         f'{base64.b64encode(file.read_bytes()).decode()}"><figcaption>{html.escape(caption)}</figcaption></figure>\n'
         for file, caption in figures
     )
-    settings = "".join(
-        f"<details><summary>settings of {html.escape(run.name)}</summary>"
-        f"<pre>{html.escape(json.dumps(run.config['ds_compress'], indent=2))}</pre></details>\n"
-        for run in runs
-        if "ds_compress" in run.config
-    )
     return (
         '<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>ds_compress report</title>\n'
         f"<style>{STYLE}</style>\n<h1>ds_compress report</h1>\n<ul>{lines}</ul>\n"
         f"<table><tr>{head}</tr>\n{body}</table>\n"
         f"<p>The loss is the mean of the last {FINAL} values. Bytes are those of one pipeline replica, "
         "beside those of gradients that it sends to the others.</p>\n"
-        f"{images}{settings}</html>\n"
+        f"{images}</html>\n"
     )
 
 

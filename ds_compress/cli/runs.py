@@ -1,4 +1,4 @@
-"""Read runs from what DeepSpeed's monitors wrote: CSV files, TensorBoard events or an offline W&B run."""
+"""Read runs from what DeepSpeed's monitors wrote: CSV files, TensorBoard events or the summary of W&B."""
 
 import csv
 import itertools
@@ -6,15 +6,13 @@ import json
 import math
 import re
 import statistics
-import struct
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ds_compress.config import DIRECTIONS
-from ds_compress.errors import CompressionError
+from ds_compress.errors import CompressionError, in_one_line
 from ds_compress.monitor.metrics import CHANNEL, LOSS_COST, PIPELINE, REPLICAS, label, replicas_label
 
 LOSS = "Train/Samples/train_loss"
@@ -22,9 +20,9 @@ FINAL = 5  # losses whose mean is the final loss
 COMMON = r"csv|files|tensorboard|wandb|(offline-)?run-\d+_\d+-\w+"
 """Names of folders that monitors give to all runs, as a pattern."""
 
+SUMMARY = "wandb-summary.json"
+
 Series = list[tuple[int, float]]
-Recording = tuple[dict[str, Series], dict[str, Any]]
-"""Series by label, and the config of the run."""
 
 
 @dataclass
@@ -33,9 +31,8 @@ class RecordedRun:
 
     name: str
     series: dict[str, Series]
-    config: dict[str, Any] = field(default_factory=dict)
     wandb_name: str = ""
-    """Name of the W&B file, which no other run has; empty if there is none."""
+    """Name of the folder of W&B, which no other run has; empty if there is none."""
 
     @property
     def boundaries(self) -> int:
@@ -86,14 +83,18 @@ class RecordedRun:
         series = self.series.get(label(name, boundary, direction), ())
         return statistics.median([value for _, value in series if math.isfinite(value)] or [math.nan])
 
+    def per_step(self, name: str, boundary: int, direction: str) -> float:
+        """Return the mean growth of a running total in a step; nan where it was written less than twice."""
+        points = self.channel(name, boundary, direction)
+        if len(points) < 2:
+            return math.nan
+        (start, least), (end, most) = points[0], points[-1]
+        return (most - least) / sum(start < samples <= end for samples, _ in self.series[LOSS])
+
     @property
     def final_loss(self) -> float:
         """Return mean of the last losses."""
         return statistics.fmean(loss for _, loss in self.series[LOSS][-FINAL:])
-
-
-SMOOTHED = 10
-"""Losses whose mean stands for one: differences are smaller than their noise."""
 
 
 def _sum(parts: Sequence[Series]) -> Series:
@@ -155,19 +156,6 @@ def headline(run: RecordedRun, base: RecordedRun | None) -> str:
     return f"{run.name}: {', '.join(facts)}"
 
 
-def difference(run: RecordedRun, base: RecordedRun) -> Series:
-    """Return the smoothed loss of `run` minus that of `base`, at the samples that both have."""
-    own, other = dict(_smoothed(run.series[LOSS])), dict(_smoothed(base.series[LOSS]))
-    return [(samples, own[samples] - other[samples]) for samples in sorted(own.keys() & other.keys())]
-
-
-def _smoothed(series: Series) -> Series:
-    """Return the moving mean of `SMOOTHED` values, at the last of them."""
-    window = min(SMOOTHED, len(series))
-    windows = (series[end - window : end] for end in range(window, len(series) + 1))
-    return [(own[-1][0], sum(value for _, value in own) / window) for own in windows]
-
-
 def read_runs(path: Path) -> list[RecordedRun]:
     """Read the runs at `path`, or wherever they are below it.
 
@@ -183,15 +171,15 @@ def read_runs(path: Path) -> list[RecordedRun]:
     if not places:
         raise CompressionError(
             f"report: {path} holds no run; allowed: a folder of DeepSpeed's csv_monitor or of TensorBoard, "
-            "an offline W&B run, or a folder with such folders"
+            f"one of an online W&B run with files/{SUMMARY}, or a folder with such folders; the .wandb file "
+            "of an offline run is no longer read: switch csv_monitor on beside W&B"
         )
     runs: list[RecordedRun] = []
     kinds: list[set[str]] = []  # of the monitors that wrote each run
     unusable: list[CompressionError] = []
     for place, kind in places:
         try:
-            series, config = READERS[kind](place)
-            series = {name: sorted(dict(points).items()) for name, points in series.items()}
+            series = {name: sorted(dict(own).items()) for name, own in READERS[kind](place).items()}
             if not series.get(LOSS):
                 raise CompressionError(f"report: {place} holds no {LOSS}: the run wrote no step")
         except CompressionError as error:
@@ -204,10 +192,9 @@ def read_runs(path: Path) -> list[RecordedRun]:
             runs.append(RecordedRun(_name(path, path if len(places) == 1 else place), series))
             kinds.append(set())
             same = -1
-        runs[same].config |= config
         kinds[same].add(kind)
         if kind == "wandb":
-            runs[same].wandb_name = place.stem
+            runs[same].wandb_name = place.name
     if not runs:
         raise unusable[0]
     for reason in unusable:
@@ -217,23 +204,24 @@ def read_runs(path: Path) -> list[RecordedRun]:
 
 def _places(path: Path) -> list[tuple[Path, str]]:
     """Return folders and files that hold a run, and which monitor wrote each."""
-    if not path.is_dir():
-        return [(path, "wandb")] if path.suffix == ".wandb" else []
     csv_folders = {file.parent for file in path.rglob(_file(LOSS))}
     event_folders = {file.parent for file in path.rglob("events.out.tfevents.*")}
     return [
         *((folder, "csv") for folder in sorted(csv_folders)),
         *((folder, "tensorboard") for folder in sorted(event_folders)),
-        *((file, "wandb") for file in sorted(path.rglob("*.wandb"))),
+        *((file.parents[1], "wandb") for file in sorted(path.rglob(f"files/{SUMMARY}"))),
     ]
 
 
 def _is_same(one: dict[str, Series], other: dict[str, Series]) -> bool:
-    """Return whether two monitors wrote these of one run; TensorBoard keeps 24 bits of a value."""
-    sent = label("wire_bytes", 0, "forward")
-    if (sent in one) != (sent in other) or len(one[LOSS]) != len(other[LOSS]):
+    """Return whether two monitors wrote these of one run.
+
+    TensorBoard keeps 24 bits of a value, and a summary of W&B the last value alone.
+    """
+    sent, sizes = label("wire_bytes", 0, "forward"), {len(own[LOSS]) for own in (one, other)}
+    if (sent in one) != (sent in other) or (len(sizes) > 1 and 1 not in sizes):
         return False
-    pairs = zip(one[LOSS], other[LOSS])
+    pairs = zip(*(own[LOSS][-min(sizes) :] for own in (one, other)))
     return all(a[0] == b[0] and math.isclose(a[1], b[1], rel_tol=1e-6) for a, b in pairs)
 
 
@@ -247,7 +235,7 @@ def _name(path: Path, place: Path) -> str:
     return "/".join(parts[len(above) :]) or parts[-1]
 
 
-def _read_csv(folder: Path) -> Recording:
+def _read_csv(folder: Path) -> dict[str, Series]:
     """Read a file per label. DeepSpeed replaces / by _, so only labels of a known form are found."""
     known = {name: _file(name) for name in (LOSS, *map(label, (*PIPELINE, LOSS_COST)))}
     for file in folder.glob("Train_Compression_replicas_stage_*.csv"):
@@ -259,7 +247,7 @@ def _read_csv(folder: Path) -> Recording:
         if match and match[3] in CHANNEL:
             known[label(match[3], int(match[1]), match[2])] = file.name
     files = {name: folder / file for name, file in known.items()}
-    return {name: _read_series(file) for name, file in files.items() if file.exists()}, {}
+    return {name: _read_series(file) for name, file in files.items() if file.exists()}
 
 
 def _file(name: str) -> str:
@@ -278,66 +266,33 @@ def _read_series(file: Path) -> Series:
         raise CompressionError(f"report: {file} is not lines of a step and a value: {error}") from None
 
 
-def _read_tensorboard(folder: Path) -> Recording:
+def _read_tensorboard(folder: Path) -> dict[str, Series]:
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError as error:
         raise CompressionError(f"report: {folder}: {error}; install tensorboard") from None
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
     names = events.Tags()["scalars"]
-    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in names}, {}
+    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in names}
 
 
-def _read_wandb(file: Path) -> Recording:
+def _read_wandb(folder: Path) -> dict[str, Series]:
+    """Read the last value of each label from the summary that an online run of W&B leaves in its folder."""
+    file = folder / "files" / SUMMARY
+
+    def is_number(value: object) -> bool:
+        return isinstance(value, (int, float)) or value in ("NaN", "Infinity", "-Infinity")
+
     try:
-        from google.protobuf.message import DecodeError
-        from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
-    except ImportError as error:
-        raise CompressionError(f"report: {file}: {error}; install wandb") from None
-    series: dict[str, Series] = {}
-    config: dict[str, Any] = {}
-    try:
-        for record in map(Record.FromString, _wandb_records(file.read_bytes(), file)):
-            for item in [*record.run.config.update, *record.config.update]:
-                config[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
-            for item in record.history.item:
-                value = json.loads(item.value_json)
-                name = item.key or "/".join(item.nested_key)
-                if isinstance(value, (int, float)) or value in ("NaN", "Infinity", "-Infinity"):
-                    series.setdefault(name, []).append((record.history.step.num, float(value)))
-    except (DecodeError, json.JSONDecodeError) as error:
-        raise CompressionError(f"report: {file} holds a damaged record: {error}") from None
-    return series, config
+        found = json.loads(file.read_text())
+        step = int(found["_step"])
+        values = {name: float(value) for name, value in found.items() if is_number(value)}
+    except (KeyError, TypeError, ValueError) as error:
+        raise CompressionError(f"report: {file} is no summary of W&B: {in_one_line(error)}") from None
+    return {name: [(step, value)] for name, value in values.items()}
 
 
-def _wandb_records(data: bytes, file: Path) -> Iterator[bytes]:
-    """Yield the records of a .wandb file, which is a LevelDB log behind a header of 7 bytes.
-
-        file    ":W&B"  magic u16  version u8  then blocks of 32 KiB, the header being part of the first
-        block   fragments, and zeros where less than a fragment's header is left
-        fragment  CRC u32  length u16  type u8 (1 whole, 2 first, 3 middle, 4 last)  bytes
-
-    Numbers are little-endian. A file that was cut off ends with its last whole record.
-    """
-    block, header = 32768, struct.Struct("<IHB")
-    if data[:4] != b":W&B":
-        raise CompressionError(f"report: {file} starts with {data[:4]!r}, not b':W&B': not a file of W&B")
-    at, record = 7, b""
-    while at + header.size <= len(data):
-        if block - at % block < header.size:
-            at += block - at % block
-            continue
-        _, length, kind = header.unpack_from(data, at)
-        at += header.size
-        if kind == 0 or at + length > len(data):
-            return
-        record = (record if kind in (3, 4) else b"") + data[at : at + length]
-        at += length
-        if kind in (1, 4):
-            yield record
-
-
-READERS: dict[str, Callable[[Path], Recording]] = {
+READERS: dict[str, Callable[[Path], dict[str, Series]]] = {
     "csv": _read_csv,
     "tensorboard": _read_tensorboard,
     "wandb": _read_wandb,

@@ -1,6 +1,5 @@
 """Evaluation during a run: the best checkpoint, an early stop, and the schedule of the learning rate."""
 
-import json
 import math
 import re
 import subprocess
@@ -11,13 +10,12 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from safetensors.torch import load_file
-from wandb.proto.wandb_internal_pb2 import Record
 
 from ds_compress.cli import main
-from ds_compress.cli.runs import _read_wandb, _wandb_records
 from ds_compress.hf.settings import LearningRate, read_settings
 from ds_compress.hf.training import FinetuneRun
 from tests.support.finetuning import BLOCK, DS_CONFIG, losses, prepare
+from tests.support.offline_wandb import read_offline
 from tests.support.ranks import run_ranks
 
 EVALUATED = {"lora": {"r": 4}, "eval_sequences": 4, "save_every": 0, "eval_every": 2}
@@ -106,11 +104,8 @@ def test_wandb_gets_settings_results_and_the_report(tmp_path, monkeypatch):
     config = {**DS_CONFIG, "ds_compress": block, "wandb": {"enabled": True, "project": "tests"}}
     run_ranks(2, run_with_wandb, prepare(tmp_path, **EVALUATED, ds_config=config))
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    _, settings = _read_wandb(file)
+    _, settings, summary = read_offline(file)
     assert settings["train"]["lora"]["r"] == 4 and "forward" in settings["ds_compress"]
-    records = map(Record.FromString, _wandb_records(file.read_bytes(), file))
-    items = [item for record in records for item in record.summary.update]
-    summary = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
     assert 1 < summary["perplexity_after"] < summary["perplexity_before"]
     assert re.match(r"ds_compress: .* sent instead of .* by step 2", summary["report"])
     page = (tmp_path / "out" / "report" / "report.html").read_text()

@@ -19,6 +19,7 @@ from ds_compress.message.meters import SendingMeter
 from ds_compress.monitor import lines, monitor
 from ds_compress.monitor.metrics import CHANNEL, PIPELINE, PREFIX, label
 from tests.support.launch_scripts import read_run
+from tests.support.offline_wandb import read_offline
 from tests.support.pipeline import (
     MICRO_BATCH,
     MICRO_BATCHES,
@@ -105,11 +106,12 @@ def test_sinks_hold_what_the_channels_counted(stages, tmp_path, monkeypatch):
 
     first_replica = ranks[::replicas]
     samples = [step * MICRO_BATCH * MICRO_BATCHES * replicas for step in range(1, STEPS + 1)]
-    wandb_run = read_run(tmp_path / "wandb" / "latest-run")
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    wandb_series, settings, _ = read_offline(file)
     found = {
         "csv": read_run(tmp_path / "csv").series,
         "tensorboard": tensorboard_series(tmp_path / "tensorboard"),
-        "wandb": wandb_run.series,
+        "wandb": wandb_series,
     }
     for sink, series in found.items():
         assert [x for x, _ in series[LOSS]] == samples, sink
@@ -136,7 +138,7 @@ def test_sinks_hold_what_the_channels_counted(stages, tmp_path, monkeypatch):
     assert set(charts(tmp_path / "tensorboard")) == {
         label for label in found["tensorboard"] if label.startswith("Train/Compression/")
     }
-    assert wandb_run.config["ds_compress"]["forward"]["name"] == "quantize"
+    assert settings["ds_compress"]["forward"]["name"] == "quantize"
     total = sum(sum(wire for _, wire in rank["counted"][-1].values()) for rank in first_replica)
     assert f"{total / 1e3:,.1f} kB sent instead of" in ranks[0]["summary"] and "waited" in ranks[0]["summary"]
     assert not any(rank["summary"] for rank in ranks[1:])

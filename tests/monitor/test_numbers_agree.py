@@ -11,6 +11,7 @@ from ds_compress.config import DIRECTIONS
 from ds_compress.monitor.metrics import label
 from launch.demo import summarize
 from tests.support.launch_scripts import read_run
+from tests.support.offline_wandb import read_offline
 from tests.support.pipeline import (
     MICRO_BATCH,
     MICRO_BATCHES,
@@ -66,14 +67,15 @@ def test_every_count_of_wire_bytes_is_the_same(link, tmp_path, monkeypatch, caps
     shape = f"{MICRO_BATCH},8,{WIDTH}"
     assert main(["check", str(file), "--stages", "2", "--shape", shape, "--json"]) == 0
     checked = {row["direction"]: row for row in json.loads(capsys.readouterr().out)}
-    written = {"csv": read_run(tmp_path / "csv"), "wandb": read_run(tmp_path / "wandb" / "latest-run")}
+    (offline,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    written = {"csv": read_run(tmp_path / "csv").series, "wandb": read_offline(offline)[0]}
 
     messages = STEPS * MICRO_BATCHES
     for direction in DIRECTIONS:
         assert packets[direction] == [checked[direction]["wire_bytes"]] * messages
-        for sink, run in written.items():
+        for sink, series in written.items():
             for name in ("wire_bytes", "raw_bytes"):
-                total = run.series[label(name, 0, direction)][-1][1]
+                total = series[label(name, 0, direction)][-1][1]
                 assert total == checked[direction][name] * messages, (sink, direction, name)
     summary = summarize("a recipe", tmp_path / "csv")
     assert summary["wire_bytes"] == sum(map(sum, packets.values()))
