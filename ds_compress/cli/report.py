@@ -91,7 +91,7 @@ def headlines(runs: list[RecordedRun]) -> list[str]:
 
 
 def _distinct(runs: list[RecordedRun]) -> list[RecordedRun]:
-    """Name runs of equal names after their folders of W&B; two that have the same name then are refused."""
+    """Name runs of equal names after their runs of W&B; two that have the same name then are refused."""
     names = [run.name for run in runs]
     runs = [replace(r, name=r.wandb_name) if r.wandb_name and names.count(r.name) > 1 else r for r in runs]
     names = [run.name for run in runs]

@@ -32,7 +32,7 @@ class RecordedRun:
     name: str
     series: dict[str, Series]
     wandb_name: str = ""
-    """Name of the folder of W&B, which no other run has; empty if there is none."""
+    """Name of the run of W&B, which no other run has; empty if there is none."""
 
     @property
     def boundaries(self) -> int:
@@ -209,8 +209,14 @@ def _places(path: Path) -> list[tuple[Path, str]]:
     return [
         *((folder, "csv") for folder in sorted(csv_folders)),
         *((folder, "tensorboard") for folder in sorted(event_folders)),
-        *((file.parents[1], "wandb") for file in sorted(path.rglob(f"files/{SUMMARY}"))),
+        *((_wandb_run(file), "wandb") for file in sorted(path.rglob(f"files/{SUMMARY}"))),
     ]
+
+
+def _wandb_run(summary: Path) -> Path:
+    """Return a path below the folder of a W&B run that ends in its name: run-20261122_000000-ID/run-ID."""
+    folder = summary.resolve().parents[1]
+    return folder / f"run-{folder.name.rpartition('-')[2]}"
 
 
 def _is_same(one: dict[str, Series], other: dict[str, Series]) -> bool:
@@ -276,9 +282,9 @@ def _read_tensorboard(folder: Path) -> dict[str, Series]:
     return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in names}
 
 
-def _read_wandb(folder: Path) -> dict[str, Series]:
+def _read_wandb(place: Path) -> dict[str, Series]:
     """Read the last value of each label from the summary that an online run of W&B leaves in its folder."""
-    file = folder / "files" / SUMMARY
+    file = place.parent / "files" / SUMMARY
 
     def is_number(value: object) -> bool:
         return isinstance(value, (int, float)) or value in ("NaN", "Infinity", "-Infinity")
