@@ -53,8 +53,6 @@ LARGEST = 2**20  # a message is padded to whole groups, so groups beyond its siz
 
 def _check_group_size(value: object) -> object:
     counted = type(value) is int and 0 < value <= LARGEST and value % 8 == 0
-    if value == "channel":
-        raise ValueError("was removed; allowed: 'tensor', a multiple of 8, or codec 'acsgd'")
     if not counted and value != "tensor":
         raise ValueError(f"is not allowed; allowed: 8, 16, ..., {LARGEST}, 'tensor'")
     return value

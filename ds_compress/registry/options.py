@@ -17,14 +17,6 @@ Steps = Annotated[int, Field(ge=0, le=10**9)]
 
 
 RENAMED = {
-    "scale": "scheme",
-    "scope": "rows",
-    "store": "offload",
-    "folder": "offload",
-    "minmax": "asymmetric",
-    "slot": "micro_batch",
-    "batch": "micro_batch",
-    "host": "cpu",
     "mirror_check": "state_check_every",
     "first": "first_visit",
 }
@@ -35,7 +27,6 @@ REMOVED = {
     "checkpoint": "state is stored exactly; leave it out",
     "select": "entries are always selected exactly; leave it out",
     "block_size": "entries are always selected exactly; leave it out",
-    "disk": "use 'cpu', and max_gb",
     "nvme": "use 'cpu', and max_gb",
     "nvme_path": "buffers are in memory; leave it out",
     "cosine": "'error' is the stricter limit",

@@ -162,7 +162,7 @@ REFUSED = {
         ({**GAUSSIAN, "scheme": "asymmetric"}, "codec.scheme: 'asymmetric' goes with grid 'uniform'"),
         ({**GAUSSIAN, "rounding": "stochastic"}, "codec.rounding: 'stochastic' goes with grid 'uniform'"),
         ({**GAUSSIAN, "rounding": "dither"}, "codec.rounding: 'dither' goes with grid 'uniform'"),
-        ({"group_size": "channel"}, "codec.group_size: 'channel' was removed; allowed: 'tensor', a multiple"),
+        ({"group_size": "channel"}, "codec.group_size: 'channel' is not allowed; allowed: 8, 16, ..., "),
         ({"axis": 1}, "codec.axis: unknown key (removed: groups are runs of the values as they lie in"),
         ({"rotate": "learned"}, "codec.rotate: unknown key (removed: codec 'entropy' has it, and loses less"),
     ],
