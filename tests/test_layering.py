@@ -52,12 +52,11 @@ ONLY_IN = {
     # planning: replays DeepSpeed's schedule
     "deepspeed": {"engine", "runtime", "checkpoint", "planning", "hf"},
     "transformers": {"hf"},
-    "huggingface_hub": {"hf"},
     "peft": {"hf"},
     "accelerate": {"hf"},
     "datasets": {"hf"},
     "triton": {"kernels"},
-    "wandb": {"monitor", "cli"},
+    "wandb": {"monitor"},
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
+from wandb.proto.wandb_internal_pb2 import Record
 
 from ds_compress.cli.runs import Series
 

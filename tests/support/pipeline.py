@@ -232,9 +232,6 @@ def _mean_loss(model: nn.Module, data: Iterator, loss_fn: Loss, micro_batches: i
     return (total / micro_batches).item()
 
 
-SEED = 1234
-
-
 def boundary_tensors(layers, cuts, x, loss):
     """What crosses whole layers at `cuts` and comes back, found without any of what is tested."""
     forward = []
