@@ -211,6 +211,8 @@ class Codec(Named, ABC):
     def error_bound(self, spec: TensorSpec) -> float:
         """Return the largest ||x - C(x)|| / ||x|| of any finite `x` of `spec`, before rounding to its dtype.
 
+        It is that of the tensor as a whole; activations are judged by the errors of their rows
+        (`codecs.message_error`), for which no bound is declared.
         Below 1 the codec is a contraction. For a codec that learns: before it has learned.
         """
         return math.inf  # not declared; `check_codec` asks for a number

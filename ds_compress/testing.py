@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from ds_compress.codec import CODECS, Codec, Context, Layout, TensorSpec, build
+from ds_compress.codecs.message_error import measure_error
 from ds_compress.codecs.mixins import ObservesWarmup, ReusesForwardIndices, VariableSizePayload
+from ds_compress.codecs.shapes import matrix_shape
 from ds_compress.errors import CompressionError, in_one_line
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -192,9 +194,10 @@ def normal(spec: TensorSpec, seed: int = 0) -> Tensor:
 def message_kinds(spec: TensorSpec, seed: int = 0) -> dict[str, Tensor]:
     """Return messages by what they are made of; `spec` has elements."""
     x, y = _randn((2, *spec.shape), seed)
-    outlier, alone = x.clone(), torch.zeros_like(x)
+    outlier, alone, sink = x.clone(), torch.zeros_like(x), x.clone()
     outlier.view(-1)[spec.numel // 2] = 1000.0
     alone.view(-1)[spec.numel // 3] = -2.0
+    sink.view(matrix_shape(spec.shape))[0] *= 150
     half = spec.dtype == torch.float16
     far, small, large = (10, 6e-5, 6.5e4) if half else (98, 1e-30, 1e30)
     made = {
@@ -206,6 +209,7 @@ def message_kinds(spec: TensorSpec, seed: int = 0) -> dict[str, Tensor]:
         "a large constant": torch.full_like(x, large),
         "values far from 0": x + 100,
         "one outlier": outlier,
+        "one row 150 times as large": sink,
         "one value and zeros": alone,
         "tiny values": x * 2.0 ** -(far - 2),
         "huge values": x * 2.0**far,
@@ -224,9 +228,8 @@ def equal_values(a: Tensor, b: Tensor) -> bool:
 
 
 def relative_error(x: Tensor, y: Tensor) -> float:
-    """Return ||x - y|| / ||x||; 0 where both are 0."""
-    norm, error = x.double().norm(), (x.double() - y.double()).norm()
-    return (error / norm).item() if error else 0.0
+    """Return ||x - y|| / ||x||; 0 where both are 0, nan where one is not finite."""
+    return measure_error([x.double()], [y.double()]).relative_error
 
 
 def _packed(parts: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, tuple[Tensor, ...]]:

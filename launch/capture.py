@@ -9,6 +9,7 @@ A message is a tensor [samples, ...]: the output of layer cut - 1, and the gradi
 """
 
 import argparse
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -54,10 +55,9 @@ def save(messages: dict[str, Tensor], file: Path) -> None:
 
 
 def errors(messages: dict[str, Tensor], codec: dict[str, object], direction: str) -> tuple[float, float]:
-    """Bits per value, and ||x - C(x)|| / ||x||, means over the messages of `direction`."""
+    """Bits per value, and token errors, means over the messages of `direction`."""
     rows = [size_and_error(build(codec), x) for name, x in messages.items() if name.endswith(direction)]
-    bits, error = zip(*rows, strict=True)
-    return sum(bits) / len(rows), sum(error) / len(rows)
+    return statistics.fmean(bits for bits, _ in rows), statistics.fmean(e.token_error for _, e in rows)
 
 
 def main() -> None:

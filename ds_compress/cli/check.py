@@ -87,9 +87,9 @@ def _auto_note(config: Config) -> str:
         return ""
     limits = LIMITS[config.quality]
     return (
-        f"{KEY}.recipe: 'auto' chooses codecs in the first steps of training, with errors up to "
-        f"{limits.forward:g} forward and {limits.backward:g} of accumulated gradients; these are the sizes "
-        "until then. ds-compress advise makes the same choice without training"
+        f"{KEY}.recipe: 'auto' chooses codecs in the first steps of training, with token errors up "
+        f"to {limits.forward:g} forward and errors up to {limits.backward:g} of accumulated gradients; these "
+        "are the sizes until then. ds-compress advise makes the same choice without training"
     )
 
 

@@ -95,8 +95,9 @@ class GuardOptions(Options):
     """Change of the loss, in its own unit, that is allowed whatever `loss` says: any share of a loss near
     zero is nothing."""
     error: float = Field(default=0.5, gt=0, le=1e9)
-    """Largest relative error of an activation, in steps that the guard checks or the monitor measures. Beyond
-    it one warning is logged per boundary and direction; the same holds for the next three options."""
+    """Largest token error of an activation, the root of the mean over tokens of the squared relative error of
+    a token, in steps that the guard checks or the monitor measures. Beyond it one warning is logged per
+    boundary and direction; the same holds for the next three options."""
     gradient_error: float = Field(default=0.4, gt=0, le=1e9)
     """Largest error of accumulated gradients: the bias of what arrives, and the random part of its error as
     far as 8 messages leave it, both as a multiple of the mean gradient over tokens. Optimizers add up

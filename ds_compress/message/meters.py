@@ -4,7 +4,6 @@ Meters keep clock marks and device tensors, and compute numbers when `values` is
 for a device. An error in measuring is kept as text and does not stop the message.
 """
 
-import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_compress.codec import MessageId
+from ds_compress.codecs.message_error import UNKNOWN, MessageError, compare
 from ds_compress.errors import in_one_line
 from ds_compress.message.channel import Channel
 from ds_compress.message.clock import HostClock
@@ -63,6 +63,7 @@ class SendingMeter(_Meter):
         "nonfinite_share",
         "message_norm",
         "relative_error",
+        "token_error",
         "cosine",
         "gradient_error",
         "encode_ms",
@@ -80,8 +81,7 @@ class SendingMeter(_Meter):
         self._gradients = gradients
         self._is_compressed = False  # the latest message: not in the warm-up
         self._largest: list[Tensor] = []  # of each message
-        self._norms: Tensor | None = None  # of the message that is compared, divided by its scale
-        self._scale: Tensor | None = None
+        self._comparison: Tensor | None = None  # of the message that is compared
         self._tensors: Sequence[Tensor] = ()  # those that count, of the message between encode and send
         self._decode: Callable[[Tensor], list[Tensor]] | None = None
 
@@ -125,9 +125,8 @@ class SendingMeter(_Meter):
             self._largest.append(largest(self._tensors))
             if self._decode is not None:
                 decoded = self._decode(packet)
-                if self._norms is None:
-                    self._scale = self._largest[-1]
-                    self._norms = norms(self._tensors, decoded, self._scale)
+                if self._comparison is None:
+                    self._comparison = compare(self._tensors, decoded)
                 if self._gradients is not None and self._is_compressed:
                     self._gradients.add(self._tensors, decoded)
         self._tensors, self._decode = (), None
@@ -142,24 +141,18 @@ class SendingMeter(_Meter):
 
         step_messages: how many were sent.
         nonfinite_share: of messages that hold inf or nan.
-        message_norm, relative_error, cosine: of the message that was compared; nan when something in it is
-        not finite.
+        message_norm, relative_error, token_error, cosine: of the message that was compared, see
+        `MessageError`; nan when something in it is not finite.
         gradient_error: of `GradientError`, with messages compared in earlier steps; 0 of activations.
         encode_ms: time to make the packets. send_ms: time in which the stage was blocked until packets left,
         when sending, at the end of the step, or for the memory of an earlier packet.
         """
         finite = torch.stack(self._largest).isfinite().double().mean().item() if self._largest else 1.0
-        error = cosine = norm = math.nan
-        if self._norms is not None and self._scale is not None:
-            found = self._norms.tolist()
-            error, cosine = error_and_cosine(*found)
-            norm = found[0] * (self._scale.item() or 1.0)
+        error = UNKNOWN if self._comparison is None else MessageError(*self._comparison.tolist())
         return {
             "step_messages": len(self._times.get("send", ())),
             "nonfinite_share": 1 - finite,
-            "message_norm": norm,
-            "relative_error": error,
-            "cosine": cosine,
+            **error._asdict(),
             "gradient_error": self._gradients.value if self._gradients is not None else 0.0,
             "encode_ms": self._total_ms("encode") - self._total_ms("memory"),
             "send_ms": sum(self._total_ms(name) for name in ("memory", "send", "drain")),
@@ -216,35 +209,6 @@ def largest(tensors: Sequence[Tensor]) -> Tensor:
     if not extremes:
         return torch.zeros((), dtype=torch.float64, device=tensors[0].device)
     return torch.stack([extreme.double() for extreme in extremes]).max()
-
-
-def norms(sent: Sequence[Tensor], decoded: Sequence[Tensor], scale: Tensor) -> Tensor:
-    """Compute fp32 [3] on the device: norms of a message's float tensors, of what they decode to, and of the
-    difference.
-
-    All three are divided by `scale`, the largest magnitude sent, so that no square leaves the range of fp32.
-    """
-    scale = torch.where(scale > 0, scale, 1.0)
-    found = [torch.zeros(3, dtype=torch.float32, device=scale.device)]
-    with torch.no_grad():
-        for pair in zip(sent, decoded):
-            if _is_compared(pair[0]):
-                x, y = ((t if t.dtype == torch.float64 else t.float()) / scale for t in pair)
-                found.append(torch.stack([torch.linalg.vector_norm(t).float() for t in (x, y, x - y)]))
-        return torch.linalg.vector_norm(torch.stack(found), dim=0)
-
-
-def error_and_cosine(sent: float, decoded: float, difference: float) -> tuple[float, float]:
-    """Return ||x - y|| / ||x|| and <x, y> / (||x|| ||y||); nan if one of the three norms is not finite.
-
-    A message of zeros that is decoded to zeros has no error.
-    """
-    if not all(math.isfinite(norm) for norm in (sent, decoded, difference)):
-        return math.nan, math.nan
-    error = difference / sent if sent else 0.0 if difference == 0 else math.inf
-    product = 2 * sent * decoded
-    cosine = (sent**2 + decoded**2 - difference**2) / product if product else float(difference == 0)
-    return error, min(1.0, max(-1.0, cosine))
 
 
 def _is_compared(tensor: Tensor) -> bool:

@@ -29,7 +29,7 @@ gradient makes any residual large."""
 class MessageQuality(NamedTuple):
     """Measurements that the guard has limits for; larger is worse."""
 
-    error: float  # of activations
+    error: float  # token error of activations
     gradient_error: float  # of gradients
     residual: float
     nonfinite: float
@@ -45,7 +45,7 @@ class MessageQuality(NamedTuple):
         lasting = [min(values[name], finite(before.get(name, 0.0))) for name in LASTING]
         # with feedback a message of zeros may arrive as something else
         is_nothing = values["message_norm"] == 0
-        names = ("relative_error", "gradient_error")
+        names = ("token_error", "gradient_error")
         error, gradient = (math.nan if is_nothing else values[name] for name in names)
         # the error of a gradient is no harm where it averages out
         own = (error, 0.0) if direction == "forward" else (0.0, gradient)
@@ -54,7 +54,7 @@ class MessageQuality(NamedTuple):
     def violations(self, guard: GuardOptions) -> list[Violation]:
         """Return the limits that are exceeded; nan, which means not known, exceeds none."""
         found = {
-            "error": (f"a relative error of {self.error:.2f}", LOST),
+            "error": (f"a token error of {self.error:.2f}", LOST),
             "gradient_error": (f"an error of accumulated gradients of {self.gradient_error:.2f}", DRIFTS),
             "residual": (f"a residual of {self.residual:.3g} messages", GROWS),
             "nonfinite": (f"inf or nan in {self.nonfinite:.0%} of all", BREAKS),

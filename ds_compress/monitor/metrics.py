@@ -24,7 +24,8 @@ CHANNEL = {
     "raw_bytes": "bytes of the tensors, running total, evaluation included",
     "wire_bytes": "bytes of the packets, headers included, running total, evaluation included",
     "ratio": "raw over wire bytes, of the messages since the last value",
-    "relative_error": "||x - C(x)|| / ||x|| of one message of the step",
+    "token_error": "root of the mean over tokens of (||x - C(x)|| / ||x||)^2, of one message of the step",
+    "relative_error": "||x - C(x)|| / ||x|| of the whole message, most of it may be one token",
     "cosine": "cosine similarity of x and C(x), same message",
     "gradient_error": "error of accumulated gradients: what 8 messages do not average out; 0 forward",
     "hit_rate": "with aqsgd: share of the samples since the last value that had a buffer; else 0",
@@ -66,6 +67,7 @@ EVALUATIONS = {
 DASHBOARD = {
     "Bytes": ("wire_bytes", "raw_bytes", "ratio", "link_busy", "hit_rate", "buffer_bytes"),
     "Error": (
+        "token_error",
         "relative_error",
         "cosine",
         "gradient_error",

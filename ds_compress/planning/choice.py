@@ -10,7 +10,7 @@ then predicted by replaying the schedule, at the best depth.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_compress.config import DIRECTIONS, KEY, recipes
 from ds_compress.config.recipes import ErrorLimits
@@ -59,8 +59,9 @@ class EvaluatedMessage:
     """Cost and error of a candidate in one direction of a boundary."""
 
     cost: MessageCost
-    error: float  # relative; inf: not known
+    token_error: float  # counts forward (`codecs.message_error`); inf: not known
     gradient_error: float  # error of the accumulated gradient, which counts backward; inf: not known
+    error: float  # of the message as a whole, which counts nowhere; inf: not known
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,28 @@ class Evaluation:
     candidate: Candidate
     forward: EvaluatedMessage
     backward: EvaluatedMessage
+
+
+class LargestErrors(NamedTuple):
+    """Largest errors of all boundaries."""
+
+    token_error: float = 0.0
+    """Of activations."""
+    gradient_error: float = 0.0
+    """Of the accumulated gradient."""
+    error_forward: float = 0.0
+    """Of messages as a whole, ||x - C(x)|| / ||x||."""
+    error_backward: float = 0.0
+
+    @classmethod
+    def of(cls, forward: Sequence[EvaluatedMessage], backward: Sequence[EvaluatedMessage]) -> "LargestErrors":
+        """Take the messages of both directions, each by boundary."""
+        return cls(
+            max(own.token_error for own in forward),
+            max(own.gradient_error for own in backward),
+            max(own.error for own in forward),
+            max(own.error for own in backward),
+        )
 
 
 @dataclass(frozen=True)
@@ -82,13 +105,11 @@ class PipelineRecipe:
     backward: tuple[MessageCost, ...]
     eager: bool
     depth: int | str = 1  # or "auto"
-    errors: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Largest of all boundaries: forward, backward, of the accumulated gradient."""
-
+    errors: LargestErrors = LargestErrors()
     budgets: Sequence[MemoryBudget] = ()  # by stage; `packets` is filled in from the recipe
 
     def is_within(self, limits: ErrorLimits) -> bool:
-        return limits.allow(self.errors[0], self.errors[2])
+        return limits.allow(self.errors.token_error, self.errors.gradient_error)
 
 
 def uncompressed_recipe(forward: Sequence[int], backward: Sequence[int]) -> PipelineRecipe:
@@ -127,15 +148,16 @@ def _cheapest(
 
     def key(message: EvaluatedMessage) -> tuple[float, float]:
         cost = message.cost
-        return cost.encode + cost.decode + price * cost.nbytes / network.bandwidth, message.error
+        return cost.encode + cost.decode + price * cost.nbytes / network.bandwidth, message.token_error
 
     separable = [own for own in evaluations if own.candidate.is_separable]
-    forward = [own for own in separable if own.forward.error <= limits.forward]
+    forward = [own for own in separable if own.forward.token_error <= limits.forward]
     backward = [own for own in separable if own.backward.gradient_error <= limits.backward]
     whole = [
         own
         for own in evaluations
-        if not own.candidate.is_separable and limits.allow(own.forward.error, own.backward.gradient_error)
+        if not own.candidate.is_separable
+        and limits.allow(own.forward.token_error, own.backward.gradient_error)
     ]
     if forward and backward:
         best_forward = min(forward, key=lambda own: key(own.forward))
@@ -169,19 +191,8 @@ def _name(chosen: Sequence[Evaluation]) -> str:
 def _recipe(name: str, chosen: Sequence[Evaluation], link: dict[str, Any]) -> PipelineRecipe:
     forward, backward = ([getattr(own, direction) for own in chosen] for direction in DIRECTIONS)
     costs = [tuple(message.cost for message in own) for own in (forward, backward)]
-    errors = largest_errors(forward, backward)
+    errors = LargestErrors.of(forward, backward)
     return PipelineRecipe(name, write_block(chosen), costs[0], costs[1], errors=errors, **link)
-
-
-def largest_errors(
-    forward: Sequence[EvaluatedMessage], backward: Sequence[EvaluatedMessage]
-) -> tuple[float, float, float]:
-    """Return the largest errors of all boundaries: forward, backward, of accumulated gradients."""
-    return (
-        max(own.error for own in forward),
-        max(own.error for own in backward),
-        max(own.gradient_error for own in backward),
-    )
 
 
 def write_block(chosen: Sequence[Evaluation]) -> dict[str, Any]:
@@ -235,9 +246,7 @@ def _row(workload: Workload, networks: LinkSpeeds, recipe: PipelineRecipe) -> di
         "wire_bytes": [
             sum(cost.nbytes for cost in sent) // len(sent) for sent in (recipe.forward, recipe.backward)
         ],
-        "error_forward": recipe.errors[0],
-        "error_backward": recipe.errors[1],
-        "gradient_error": recipe.errors[2],
+        **recipe.errors._asdict(),
         "memory_bytes": max(required, default=0.0),
     }
 
@@ -258,9 +267,9 @@ def pick_best(rows: Sequence[dict[str, Any]], limits: ErrorLimits) -> dict[str, 
 
 
 def is_within(row: dict[str, Any], limits: ErrorLimits) -> bool:
-    return limits.allow(row["error_forward"], row["gradient_error"])
+    return limits.allow(row["token_error"], row["gradient_error"])
 
 
 def largest_error(row: dict[str, Any]) -> float:
     """Return the larger one of the errors that have limits."""
-    return max(row["error_forward"], row["gradient_error"])
+    return max(row["token_error"], row["gradient_error"])

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from ds_compress.codec import Codec, TensorSpec
+from ds_compress.codecs.message_error import measure_error
 from ds_compress.codecs.mixins import ObservesWarmup, layers
 from ds_compress.config import DIRECTIONS, Config
 from ds_compress.config.policies import ChannelKey
 from ds_compress.message.channel import Boundary
 from ds_compress.message.clock import HostClock
 from ds_compress.message.gradient_error import GradientError
-from ds_compress.message.meters import error_and_cosine, largest, norms
 from ds_compress.planning.choice import Candidate, EvaluatedMessage, Evaluation
 from ds_compress.planning.step_time import MessageCost
 
@@ -43,14 +43,15 @@ ByMicroBatch = dict[int, list[Tensor]]
 Messages = dict[ChannelKey, ByMicroBatch]
 
 Measurements = dict[str, float]
-"""Measurements of one direction: bytes, seconds to encode and to decode, relative error, error of the
-accumulated gradient (`GradientError`)."""
+"""Measurements of one direction: bytes, seconds to encode and to decode, relative error and token error
+(`MessageError`), error of the accumulated gradient (`GradientError`)."""
 
 UNKNOWN: Measurements = {
     "bytes": 0.0,
     "encode": 0.0,
     "decode": 0.0,
     "error": math.inf,
+    "token_error": math.inf,
     "gradient_error": math.inf,
 }
 """Measurements of a candidate that cannot be used, or was not evaluated."""
@@ -80,7 +81,10 @@ def to_evaluation(candidate: Candidate, found: Mapping[str, Mapping[str, float]]
     """Make the result of `evaluate`, by direction, an `Evaluation`."""
     messages = (
         EvaluatedMessage(
-            MessageCost(int(own["bytes"]), own["encode"], own["decode"]), own["error"], own["gradient_error"]
+            MessageCost(int(own["bytes"]), own["encode"], own["decode"]),
+            own["token_error"],
+            own["gradient_error"],
+            own["error"],
         )
         for own in (found[direction] for direction in DIRECTIONS)
     )
@@ -156,32 +160,33 @@ def _measure(
     decoded = receiver.decode(packet, message, message_id, lambda nbytes: extra)
     end = clock.mark()
     pairs = [each for each, codec in zip(zip(tensors, decoded), message.codecs) if codec is not None]
+    error, token_error = _errors(sender.codec, pairs)
     measured = {
         "bytes": float(packet.numel() + (extra.numel() if extra is not None else 0)),
         "encode": clock.ms(start, middle) / 1e3,
         "decode": clock.ms(middle, end) / 1e3,
-        "error": _error(sender.codec, pairs),
+        "error": error,
+        "token_error": token_error,
     }
     return measured, pairs
 
 
-def _error(codec: Codec, pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """Return the relative error over the compressed tensors alone: masks beside them may be much larger."""
+def _errors(codec: Codec, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, float]:
+    """Return relative and token error of the compressed tensors alone: masks beside them may be larger."""
     bound = max((codec.error_bound(TensorSpec.of(x)) for x, _ in pairs), default=0.0)
     if bound == 0:
-        return 0.0
-    sent, decoded = zip(*pairs)
-    sizes = norms(sent, decoded, largest(sent)).tolist()
-    error, _ = error_and_cosine(*sizes)
-    if math.isnan(error) or sizes[0] == 0:  # zeros say nothing about other messages
-        return math.inf
-    return max(error, MIN_ERROR)
+        return 0.0, 0.0
+    found = measure_error(*zip(*pairs))
+    if math.isnan(found.relative_error) or found.message_norm == 0:  # zeros say nothing about other messages
+        return math.inf, math.inf
+    return max(found.relative_error, MIN_ERROR), max(found.token_error, MIN_ERROR)
 
 
 def _summarize(rows: Sequence[Measurements], accumulated: GradientError) -> Measurements:
-    """Combine several messages: the shortest times and the largest error."""
+    """Combine several messages: the shortest times and the largest errors."""
     best = {what: min(row[what] for row in rows) for what in ("encode", "decode")}
-    error = max(row["error"] for row in rows)
+    worst = {what: max(row[what] for row in rows) for what in ("error", "token_error")}
+    error = worst["error"]
     value = accumulated.value if error else 0.0
     value = math.inf if math.isnan(value) else max(value, MIN_ERROR if error else 0.0)
-    return {**rows[0], **best, "error": error, "gradient_error": value}
+    return {**rows[0], **best, **worst, "gradient_error": value}

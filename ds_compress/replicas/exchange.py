@@ -24,11 +24,11 @@ from torch import distributed as dist
 from torch.distributed import Work
 
 from ds_compress.codec import Codec
+from ds_compress.codecs.message_error import measure_error
 from ds_compress.errors import CompressionError, in_one_line
 from ds_compress.feedback.state import residuals
 from ds_compress.kernels.memory import is_out_of_memory
 from ds_compress.message.layout import Counters
-from ds_compress.message.meters import error_and_cosine, norms
 from ds_compress.replicas.slices import AVERAGE, GRADIENT, HALVES, SUM, Gradient, Slice, SliceCodec, Slices
 
 MEASURED = 2**20
@@ -217,13 +217,13 @@ class Exchange:
         ]
         if not known:
             return math.nan, math.nan
-        largest = exact.abs().max().double()
         exacts, averages = zip(*known)
         whole = torch.cat(exacts)
         sums = torch.stack([whole, torch.cat(averages) - whole])
         same = self._sums is not None and self._sums.shape == sums.shape
         self._sums = self._sums + sums if same and self._sums is not None else sums
-        return error_and_cosine(*norms(exacts, averages, largest).tolist())
+        error = measure_error(exacts, averages)
+        return error.relative_error, error.cosine
 
     def _buckets(self, gradients: Sequence[Gradient]) -> Iterator[list[Gradient]]:
         bucket, nbytes = list[Gradient](), 0

@@ -247,14 +247,14 @@ def format_report(
     assert config.quality is not None
     limits = LIMITS[config.quality]
     lines = [
-        f"ds_compress: recipe auto, quality {config.quality} (errors up to {limits.forward:g} forward, "
-        f"{limits.backward:g} of accumulated gradients): {chosen['recipe']}, link depth "
-        f"{chosen['depth']}, from step {step + 1} on; {slowest_link(rows)}",
+        f"ds_compress: recipe auto, quality {config.quality} (token errors up to {limits.forward:g} "
+        f"forward, errors up to {limits.backward:g} of accumulated gradients): {chosen['recipe']}, "
+        f"link depth {chosen['depth']}, from step {step + 1} on; {slowest_link(rows)}",
         REPORT_COLUMNS.format(*REPORT_HEADER),
     ]
     for row in ranked:
         numbers = f"{1e3 * row['step_s']:.1f}", f"{row['speedup']:.2f}", row["depth"]
-        errors = f"{row['error_forward']:.4f}", f"{row['gradient_error']:.4f}"
+        errors = f"{row['token_error']:.4f}", f"{row['gradient_error']:.4f}"
         mark = " <- chosen" if row is chosen else ""
         lines.append(REPORT_COLUMNS.format(*numbers, *errors, f"{row['recipe']}{mark}"))
     if chosen["speedup"] < 1.05:

@@ -1,7 +1,6 @@
 """Both sides of a boundary as a layer of a model."""
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from ds_compress.codec import MessageId
+from ds_compress.codecs.message_error import UNKNOWN, MessageError, compare
 from ds_compress.config import DIRECTIONS, Config
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary, Channel
 from ds_compress.message.dependence import DependencyTracker
 from ds_compress.message.gradient_error import AVERAGED, GradientError
-from ds_compress.message.meters import error_and_cosine, largest, norms
+from ds_compress.message.meters import largest
 from ds_compress.monitor.limits import MessageQuality
 from ds_compress.monitor.lines import violation_note
 from ds_compress.monitor.metrics import residual_values
@@ -142,29 +142,21 @@ class SimulatedBoundary(nn.Module):
 
 
 class MeanError:
-    """||x - y|| / ||x|| over the compressed tensors of a message, averaged over messages."""
+    """Relative and token error of the compressed tensors of a message, averaged over messages."""
 
     def __init__(self) -> None:
         self._messages = 0
-        self._total: Tensor | float = 0.0  # on the device of the messages: adding does not wait
+        self._total: Tensor = torch.zeros(())  # on the device of the messages: adding does not wait
 
     def add(self, pairs: Pairs) -> None:
         """Add a message."""
-        with torch.no_grad():
-            sent = _norm([x for x, _ in pairs])
-            error = _norm([x - y for x, y in pairs])
-            self._total = self._total + torch.where(error > 0, error / sent, error)
+        self._total = self._total + compare(*zip(*pairs))
         self._messages += 1
 
     @property
-    def value(self) -> float:
+    def value(self) -> MessageError:
         """Return the mean; nan without messages, or after one that was not finite."""
-        return float(self._total) / self._messages if self._messages else math.nan
-
-
-def _norm(tensors: Sequence[Tensor]) -> Tensor:
-    norms = [torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64) for tensor in tensors]
-    return torch.linalg.vector_norm(torch.stack(norms))
+        return MessageError(*(self._total / self._messages).tolist()) if self._messages else UNKNOWN
 
 
 class LimitCheck:
@@ -172,7 +164,7 @@ class LimitCheck:
 
     def __init__(self) -> None:
         self.gradient_error = 0.0  # largest of all checks
-        self._norms: Tensor | None = None  # of the message of the first micro-batch, divided by its scale
+        self._comparison: Tensor | None = None  # of the message of the first micro-batch
         self._gradients = GradientError()
         self._largest: list[Tensor] = []  # of each message
         self._before: dict[str, float] = {}  # values of the check before
@@ -183,7 +175,7 @@ class LimitCheck:
         sent, arrived = zip(*pairs)
         self._largest.append(largest(sent))
         if micro_batch == 0:
-            self._norms = norms(sent, arrived, self._largest[-1])
+            self._comparison = compare(sent, arrived)
         if direction == "backward" and micro_batch < AVERAGED:
             self._gradients.add(sent, arrived)
 
@@ -194,21 +186,19 @@ class LimitCheck:
 
     def warn(self, channel: Channel) -> None:
         """Log each value of the step beyond a limit, once per limit and codec, as the monitor does."""
-        if self._norms is None:
+        if self._comparison is None:
             return
-        sizes, scale = self._norms.tolist(), self._largest[0].item()
-        error, _ = error_and_cosine(*sizes)
+        error = MessageError(*self._comparison.tolist())
         finite = torch.stack(self._largest).isfinite().double().mean().item()
-        self._norms, self._largest = None, []
+        self._comparison, self._largest = None, []
         values = {
-            "message_norm": sizes[0] * (scale or 1.0),
-            "relative_error": error,
+            **error._asdict(),
             "gradient_error": self._gradients.value,
             "nonfinite_share": 1 - finite,
         }
         if channel.direction == "backward":
             self.gradient_error = max(self.gradient_error, values["gradient_error"])
-        values |= residual_values(channel, values["message_norm"])
+        values |= residual_values(channel, error.message_norm)
         config, codec = channel.boundary.config, str(channel.codec)
         quality = MessageQuality.of(values, self._before, channel.direction)
         found = quality.violations(config.block.guard)

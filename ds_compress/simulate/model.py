@@ -233,6 +233,8 @@ class Traffic:
     relative_error: float
     """Mean over the messages of training that were compressed of ||x - y|| / ||x||, y being what arrived; nan
     without such messages, and when one was not finite."""
+    token_error: float
+    """The same of the root of the mean over rows of a row's squared relative error."""
 
     gradient_error: float
     """Largest error of accumulated gradients at the steps that the guard checks; 0 without such steps, and
@@ -251,7 +253,8 @@ def traffic(model: nn.Module) -> list[Traffic]:
             channel.sent.messages,
             channel.sent.raw_bytes,
             channel.sent.wire_bytes,
-            boundary.errors[channel.direction].value,
+            boundary.errors[channel.direction].value.relative_error,
+            boundary.errors[channel.direction].value.token_error,
             boundary.limits[channel.direction].gradient_error,
             boundary.limits[channel.direction].warnings,
         )

@@ -161,9 +161,11 @@ def traffic_columns(sent: list[Traffic]) -> Row:
     for direction in ("forward", "backward"):
         own = [each for each in sent if each.direction == direction]
         raw, wire = sum(s.raw_bytes for s in own), sum(s.wire_bytes for s in own)
-        error = sum(each.relative_error for each in own) / len(own)
         row[f"bits_{direction}"] = round(BITS * wire / raw, 4)
-        row[f"error_{direction}"] = round(error, 5) if math.isfinite(error) else None
+        for column in ("relative_error", "token_error"):
+            error = sum(getattr(each, column) for each in own) / len(own)
+            name = f"{column.removeprefix('relative_')}_{direction}"
+            row[name] = round(error, 5) if math.isfinite(error) else None
     row["gradient_error"] = round(max(each.gradient_error for each in sent), 5)
     row["warnings"] = sorted({limit for each in sent for limit in each.warnings})
     row["raw_bytes"] = sum(s.raw_bytes for s in sent)

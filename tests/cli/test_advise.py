@@ -63,7 +63,7 @@ def test_on_a_slow_link_compression_pays(capsys):
     steps = [row["step_s"] for row in rows[1:]]
     assert steps == sorted(steps) and best["block"] == found["block"]
     limits = LIMITS[DEFAULT]
-    allowed = [row for row in rows if limits.allow(row["error_forward"], row["gradient_error"])]
+    allowed = [row for row in rows if limits.allow(row["token_error"], row["gradient_error"])]
     assert best in allowed and all(row["step_s"] > 0.98 * best["step_s"] for row in allowed)
 
 
@@ -90,7 +90,7 @@ def test_what_loses_too_much_is_never_proposed(capsys):
 def test_every_class_keeps_its_limits(capsys, quality):
     found = plan(capsys, *SLOW_LINK, "--quality", quality)
     best = chosen(found)
-    assert LIMITS[quality].allow(best["error_forward"], best["gradient_error"])
+    assert LIMITS[quality].allow(best["token_error"], best["gradient_error"])
     assert {row["recipe"] for row in found["rows"]} >= {"none", "safe", "quant4", "quantize 6", "bf16"}
 
 

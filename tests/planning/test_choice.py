@@ -28,6 +28,7 @@ from ds_compress.planning.choice import (
 from ds_compress.planning.depth import MemoryBudget
 from ds_compress.planning.evaluate import REPEATS, evaluate, to_evaluation
 from ds_compress.planning.step_time import LinkSpeed, MessageCost, Workload
+from tests.support.codecs import FIRST_ROW, first_row_codec, message_with_sink
 
 SHAPE = (512, 256)
 SCALE = 64  # messages are so many times as large as the tensor that their errors are measured on
@@ -60,9 +61,9 @@ def evaluations():
                 codec = getattr(config.codecs(None), direction)
                 bits, error = size_and_error(codec, x, before)
                 seconds = 0.0 if codec.name == "none" else RAW / CODEC
-                gradient_error = estimate_gradient_error(error, codec.unbiased)
+                gradient_error = estimate_gradient_error(error.relative_error, codec.unbiased)
                 cost = MessageCost(int(bits * RAW / 32), seconds, seconds)
-                made.append(EvaluatedMessage(cost, error, gradient_error))
+                made.append(EvaluatedMessage(cost, error.token_error, gradient_error, error.relative_error))
             found[kind].append(Evaluation(candidate, *made))
     return found
 
@@ -89,7 +90,7 @@ def test_no_pick_is_above_its_limits_or_slower_than_deepspeed(evaluations, quali
         if chosen is None:  # DeepSpeed itself
             assert rows[0]["step_s"] <= 1.06 * fixed
             continue
-        assert limits.allow(chosen["error_forward"], chosen["gradient_error"])
+        assert limits.allow(chosen["token_error"], chosen["gradient_error"])
         assert chosen["step_s"] <= 1.02 * rows[0]["step_s"]
         assert chosen["step_s"] <= 1.05 * fixed
         Config(chosen["block"])
@@ -132,11 +133,11 @@ def test_an_unknown_error_is_above_every_limit():
     candidate = Candidate("odd", {direction: {"codec": "bf16"} for direction in DIRECTIONS}, True)
     odd = Evaluation(
         candidate,
-        EvaluatedMessage(MessageCost(1), 0.0, 0.0),
-        EvaluatedMessage(MessageCost(1), math.inf, math.inf),
+        EvaluatedMessage(MessageCost(1), 0.0, 0.0, 0.0),
+        EvaluatedMessage(MessageCost(1), math.inf, math.inf, math.inf),
     )
     none = Candidate("none", {direction: {"codec": "none"} for direction in DIRECTIONS}, True)
-    known = Evaluation(none, *(EvaluatedMessage(MessageCost(RAW), 0.0, 0.0),) * 2)
+    known = Evaluation(none, *(EvaluatedMessage(MessageCost(RAW), 0.0, 0.0, 0.0),) * 2)
     networks = (LinkSpeed(1e6),) * (STAGES - 1)
     rows = ranked([[known, odd]] * (STAGES - 1), ErrorLimits(1e9, 1e9), networks, 0.01)
     assert pick_best(rows, ErrorLimits(1e9, 1e9))["recipe"] == "odd / none"
@@ -144,7 +145,9 @@ def test_an_unknown_error_is_above_every_limit():
 
 def setting(name, feedback=None):
     directions = {d: {"codec": name} | ({"feedback": feedback} if feedback else {}) for d in DIRECTIONS}
-    return Evaluation(Candidate(name, directions, True), *(EvaluatedMessage(MessageCost(1), 0.0, 0.0),) * 2)
+    return Evaluation(
+        Candidate(name, directions, True), *(EvaluatedMessage(MessageCost(1), 0.0, 0.0, 0.0),) * 2
+    )
 
 
 def test_a_block_says_most_once():
@@ -237,8 +240,20 @@ def test_gradients_are_within_a_class_by_what_does_not_average_out():
     biased, unbiased = found["nearest"], found["dither"]
     assert unbiased.backward.error > 1.2 * biased.backward.error
     allow = LIMITS["aggressive"].allow
-    assert allow(unbiased.forward.error, unbiased.backward.gradient_error)
-    assert not allow(biased.forward.error, biased.backward.gradient_error)
+    assert allow(unbiased.forward.token_error, unbiased.backward.gradient_error)
+    assert not allow(biased.forward.token_error, biased.backward.gradient_error)
+
+
+def test_what_loses_all_tokens_but_the_sink_is_in_no_class():
+    """`auto` judged activations by the error of the message, which one token decides."""
+    messages = {number: [message_with_sink(seed=number)] for number in range(REPEATS)}
+    with first_row_codec():
+        candidate, measured = evaluated({"forward": FIRST_ROW}, messages)
+        found = to_evaluation(candidate, measured)
+    assert found.forward.error < 0.11 and found.forward.token_error > 0.99
+    for quality, limits in LIMITS.items():
+        made = combine([[found]], (LinkSpeed(1e6),), limits, eager=True)
+        assert not any(recipe.is_within(limits) for recipe in made), quality
 
 
 def correlated(number):

@@ -118,7 +118,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--max-error",
         type=number(0, 1e9),
-        help="largest relative error of a message, instead of an error budget",
+        help="largest token error of a message, and error of accumulated gradients, instead of a budget",
     )
     parser.add_argument(
         "--device",

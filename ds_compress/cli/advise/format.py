@@ -15,7 +15,7 @@ def format_row(baseline: dict[str, Any], row: dict[str, Any]) -> dict[str, str]:
     return {
         "recipe": row["recipe"],
         "link": f"{row['link']}, depth {row['depth']}",
-        "error": f"{row['error_forward']:.3f} / {row['gradient_error']:.3f}",
+        "error": f"{row['token_error']:.3f} / {row['gradient_error']:.3f}",
         "ratio": f"{sum(baseline['wire_bytes']) / sum(row['wire_bytes']):.2f}",
         "step, ms": f"{1e3 * row['step_s']:.1f}",
         "speed-up": f"{row['speedup']:.2f}",
@@ -61,7 +61,7 @@ def format_verdict(
     if best is None:
         allowed = [row for row in rows[1:] if is_within(row, limits)]
         if not allowed:
-            most = f"{limits.forward:g} forward and {limits.backward:g} accumulated backward ({option})"
+            most = f"{limits.forward:g} of tokens and {limits.backward:g} of accumulated gradients ({option})"
             return f"No recipe has errors up to {most}; {ceiling}."
         top = min(allowed, key=lambda row: row["step_s"])
         speed = f"{top['recipe']}, the best, makes a step {top['speedup']:.2f} times as fast"

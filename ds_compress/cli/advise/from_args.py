@@ -11,6 +11,7 @@ from ds_compress.cli.bench import benchmark_tensor, contexts, seconds_per_call, 
 from ds_compress.cli.check import UNCOMPRESSED, message_sizes
 from ds_compress.codec import Codec, TensorSpec
 from ds_compress.codecs.entropy import EigenbasisEntropy
+from ds_compress.codecs.message_error import MessageError
 from ds_compress.codecs.mixins import VariableSizePayload, layers
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.errors import CompressionError
@@ -68,17 +69,20 @@ class ArgsEvaluator:
                 "predicted with the same at all of them; leave it out"
             )
         if row["codec"] in UNCOMPRESSED:
-            return EvaluatedMessage(MessageCost(row["wire_bytes"]), 0.0, 0.0)
+            return EvaluatedMessage(MessageCost(row["wire_bytes"]), 0.0, 0.0, 0.0)
         codec = getattr(config.codecs(0), direction)
         if args.codec_gbps:
             encode = decode = spec.nbytes / (args.codec_gbps * 1e9)
         else:
             encode, decode = codec_seconds(codec, spec, str(args.device))
-        bits, error = _bits_and_error(codec, spec, args.device)
+        bits, error = _bits_and_error(codec, spec, args.device, direction)
         # Where the size depends on the data, `check` gives its maximum
         nbytes = int(bits * spec.numel / 8) if isinstance(codec, VariableSizePayload) else row["wire_bytes"]
         return EvaluatedMessage(
-            MessageCost(nbytes, encode, decode), error, estimate_gradient_error(error, codec.unbiased)
+            MessageCost(nbytes, encode, decode),
+            error.token_error,
+            estimate_gradient_error(error.relative_error, codec.unbiased),
+            error.relative_error,
         )
 
 
@@ -111,19 +115,23 @@ def _measure(codec: Codec, spec: TensorSpec, device: str) -> tuple[float, float]
     )
 
 
-def _bits_and_error(codec: Codec, spec: TensorSpec, device: torch.device) -> tuple[float, float]:
-    """Measure bits per value and ||x - C(x)|| / ||x|| of one message, once per process.
+def _bits_and_error(
+    codec: Codec, spec: TensorSpec, device: torch.device, direction: str
+) -> tuple[float, MessageError]:
+    """Measure bits per value and errors of one message, once per process.
 
-    A feedback does not count, as it acts on later messages. A gradient that reuses the indices of its
-    activation is another random tensor: the two are large at different places.
+    A feedback does not count, as it acts on later messages. A gradient has no attention sink. One that reuses
+    the indices of its activation is another random tensor: the two are large at different places.
     """
     if isinstance(codec, FeedbackCodec):
         codec = codec.codec
-    key = str(codec.settings), spec
+    key = str(codec.settings), spec, direction
     if key not in _errors:
         *sizes, width = _limit_width(codec, spec).shape
         rows = max(1, min(math.prod(sizes), ERROR_NUMEL // width))
-        x, before = (benchmark_tensor((rows, width), spec.dtype, device, seed) for seed in (0, 1))
+        shape = rows, width
+        x = benchmark_tensor(shape, spec.dtype, device, has_sink=direction == "forward")
+        before = benchmark_tensor(shape, spec.dtype, device, seed=1)
         _errors[key] = size_and_error(codec, x, before)
     return _errors[key]
 
@@ -138,4 +146,4 @@ def _with_width(width: int, spec: TensorSpec) -> TensorSpec:
 
 
 _speeds: dict[tuple[str, TensorSpec, str], tuple[float, float]] = {}
-_errors: dict[tuple[str, TensorSpec], tuple[float, float]] = {}
+_errors: dict[tuple[str, TensorSpec, str], tuple[float, MessageError]] = {}

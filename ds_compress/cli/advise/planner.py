@@ -50,7 +50,7 @@ def list_recipes(
         forward, backward = (tuple(message.cost for message in own) for own in both)
         mode, depth, memory_gb = config.block.link.mode, config.block.link.depth, config.block.link.memory_gb
         budgets = _budgets(args, evaluator, footprint, memory_gb)
-        costs, errors = (forward, backward), choice.largest_errors(*both)
+        costs, errors = (forward, backward), choice.LargestErrors.of(*both)
         found.append(PipelineRecipe(name, block, *costs, mode == "eager", depth, errors, budgets))
     if not files:
         networks = [network] * (args.stages - 1)
