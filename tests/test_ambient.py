@@ -12,13 +12,14 @@ import torch
 
 import ds_compress
 from ds_compress.codec import CODECS, Context, TensorSpec, names
+from ds_compress.codecs.message_error import compare
 from ds_compress.codecs.mixins import ObservesWarmup, layers
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.feedback import FEEDBACKS
 from ds_compress.kernels import native
 from ds_compress.message.channel import Boundary
-from ds_compress.message.meters import largest, norms
+from ds_compress.message.meters import largest
 from tests.support.codecs import assert_same_bits
 
 PACKAGE = Path(ds_compress.__file__).parent
@@ -163,7 +164,7 @@ def packets(shape):
             packet, rest, _ = source.encode((x, ids), moment)
             message = target.layout_of((TensorSpec.of(x), TensorSpec.of(ids)), moment)
             outputs = target.decode(packet, message, moment, lambda nbytes, rest=rest: rest)
-            yield from (packet, *outputs, largest((x,)), norms((x,), outputs[:1], largest((x,)).float()))
+            yield from (packet, *outputs, largest((x,)), compare((x,), outputs[:1]))
 
 
 @pytest.mark.parametrize("ambient", AMBIENTS)

@@ -15,6 +15,9 @@ Each message is cut into parts. Let g and e be the sums of gradient and error ov
 Where gradients add up to nearly 0 over a message, as behind batch normalization, sums say nothing about the
 weights before it: bias is then relative to the parts, each by itself, and total is the error of the parts.
 
+A token whose gradient is more than `LARGEST_TOKEN` times that of the median token is scaled down to
+that: sums would else say nothing of the others. Behind an RMSNorm, gradients of single tokens explode so.
+
 Products of errors of different parts estimate the square of the systematic error: for an unbiased codec their
 expectation is 0. Their sum counts as bias if it exceeds 0 by more than two standard deviations.
 """
@@ -31,6 +34,9 @@ PARTS = 16
 
 AVERAGED = 8
 """Messages over which random errors are assumed to average out; at most as many are kept."""
+
+LARGEST_TOKEN = 100.0
+"""Largest magnitude of a token that counts, in magnitudes of the median token that is not zero."""
 
 BIAS = 1.2
 """Assumed bias of a biased codec, as a multiple of its relative error, if no gradients can be measured.
@@ -88,10 +94,23 @@ def _column_sums(x: Tensor, y: Tensor) -> Tensor:
 
     Columns are the last dimension; for images [samples, channels, height, width] they are the channels.
     """
+    gradient, error = x.detach().float(), y.detach().float() - x.detach().float()
+    if x.dim() in (2, 3):
+        weights = _token_weights(gradient)
+        gradient, error = gradient * weights, error * weights
     sums = []
-    for tensor in (x.detach().float(), y.detach().float() - x.detach().float()):
+    for tensor in (gradient, error):
         rows = tensor.movedim(1, -1) if tensor.dim() >= 4 else tensor
         rows = rows.reshape(-1, rows.shape[-1] if rows.dim() > 1 else 1)
         padded = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % PARTS))
         sums.append(padded.view(PARTS, -1, rows.shape[-1]).sum(1))
     return torch.stack(sums)
+
+
+def _token_weights(gradient: Tensor) -> Tensor:
+    """Return [..., 1]: 1, but less for tokens above `LARGEST_TOKEN`; the host does not wait."""
+    sizes = gradient.abs().amax(-1, keepdim=True)
+    ordered = sizes.flatten().sort().values  # zeros first
+    middle = ((ordered == 0).sum() + len(ordered) - 1) // 2
+    largest = LARGEST_TOKEN * ordered.gather(0, middle[None])
+    return torch.where(sizes > largest, largest / sizes, 1.0)

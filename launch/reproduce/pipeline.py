@@ -47,7 +47,8 @@ def executed(run: Run, task: Task, data: Path, results: Path, device: torch.devi
     numbers: Row = {}
     for direction in DIRECTIONS:
         raw, wire = (sum(rank["sent"][direction][kind] for rank in ranks) for kind in ("raw", "wire"))
-        numbers |= {f"bits_{direction}": round(BITS * wire / raw, 4), f"error_{direction}": None}
+        numbers[f"bits_{direction}"] = round(BITS * wire / raw, 4)
+        numbers |= {f"error_{direction}": None, f"token_error_{direction}": None}
     return {
         **run.identity,
         **outcome(found.losses, task),

@@ -255,8 +255,10 @@ def test_a_row_from_a_pipeline_is_that_from_simulate(name, whole, data, tmp_path
     run = Run("smoke", *name.split("/", 1), 0)
     task = task_of("smoke", run.task, data, whole / "cache")
     row = executed(run, task, data, whole, torch.device("cpu"))
-    unknown = ("error_forward", "error_backward", "gradient_error", "warnings")
-    expected = rows_of(whole)[name, 0] | dict.fromkeys(unknown)
+    errors = (
+        f"{kind}_{direction}" for kind in ("error", "token_error") for direction in ("forward", "backward")
+    )
+    expected = rows_of(whole)[name, 0] | dict.fromkeys([*errors, "gradient_error", "warnings"])
     assert {k: v for k, v in row.items() if k not in PASSING} == expected
 
 

@@ -245,12 +245,12 @@ def test_gradients_are_within_a_class_by_what_does_not_average_out():
 
 
 def test_what_loses_all_tokens_but_the_sink_is_in_no_class():
-    """`auto` judged activations by the error of the message, which one token decides."""
+    """By the error of the message, which one token decides, it was allowed even in "safe"."""
     messages = {number: [message_with_sink(seed=number)] for number in range(REPEATS)}
     with first_row_codec():
         candidate, measured = evaluated({"forward": FIRST_ROW}, messages)
         found = to_evaluation(candidate, measured)
-    assert found.forward.error < 0.11 and found.forward.token_error > 0.99
+    assert found.forward.error < 0.03 and found.forward.token_error > 0.99
     for quality, limits in LIMITS.items():
         made = combine([[found]], (LinkSpeed(1e6),), limits, eager=True)
         assert not any(recipe.is_within(limits) for recipe in made), quality

@@ -311,7 +311,7 @@ def test_what_a_pipeline_warns_of_is_warned_of(caplog):
 
 
 def test_a_sink_hides_no_other_token_from_the_guard(caplog):
-    """One token held 99 % of the energy; all others were lost, and no limit was exceeded."""
+    """One token held nearly all the energy; all others were lost, and no limit was exceeded."""
     with first_row_codec():
         block = {"forward": FIRST_ROW, "tensors": [0], "min_numel": 0, "guard": {"every": 1}}
         model = simulate(nn.Sequential(nn.Identity(), nn.Identity()), ds_config(block), [1])
@@ -319,7 +319,7 @@ def test_a_sink_hides_no_other_token_from_the_guard(caplog):
             for seed in range(2 * MICRO_BATCHES):
                 model(message_with_sink(seed=seed).requires_grad_()).sum().backward()
     forward, _ = traffic(model)
-    assert forward.relative_error < 0.11 and forward.token_error > 0.99
+    assert forward.relative_error < 0.03 and forward.token_error > 0.99
     assert forward.warnings == ("error",)
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(
