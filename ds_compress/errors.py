@@ -20,7 +20,8 @@ class CompressionError(ValueError):
 
 def in_one_line(error: BaseException) -> str:
     """Format an error in one line: `"ValueError: what it says first"`."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    text = str(error) or ("its data has run out" if isinstance(error, StopIteration) else "")
+    return f"{type(error).__name__}: {text}".splitlines()[0]
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ds_compress.checkpoint.search import Side
 from ds_compress.config import DIRECTIONS, KEY, Config
-from ds_compress.engine.intercept import PointToPoint
+from ds_compress.engine.intercept import PointToPoint, as_announced
 from ds_compress.engine.mixin import CompressedEngine
 from ds_compress.engine.session import Session
 from ds_compress.engine.stage import Instruction, Stage
@@ -190,6 +190,11 @@ class DualPipeVSession(Session):
     def queue(self, tensors: list[Tensor]) -> None:
         """Queue one packet for the tensors that the instruction in progress sends or receives."""
         instruction, phase = self._instruction
+        if instruction is Instruction.SEND_ACTIVATION:
+            boundary = self._boundary(phase, sends=True)
+            tensors = as_announced(
+                boundary.forward, tensors, self.stage.announced.get(boundary.number, tensors)
+            )
         if instruction in (Instruction.SEND_ACTIVATION, Instruction.SEND_GRAD):
             self.stage.dispatch(instruction, self._buffer_id, tensors, phase=phase)
         else:

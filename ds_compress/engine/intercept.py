@@ -10,24 +10,38 @@ At its unused end the sender marks that packets follow, and which tensors depend
 mark both sides leave the boundary to DeepSpeed. Sender and receiver find the tensors of a message by one
 rule, in the order of the calls: the next tensor with the number of values and the dtype of the next tensor
 announced belongs to the message; every other one goes DeepSpeed's way. Both see the same sequence of tensors,
-so they agree on all of them.
+so they agree on all of them. DeepSpeed's own instructions send nothing but messages: a tensor of theirs that
+is not like the one announced is an error, as the receiver would wait for another one.
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from deepspeed.runtime.pipe import engine as pipe_engine
 from torch import Tensor
 
 from ds_compress.codec import TensorSpec
+from ds_compress.errors import CompressionError
+from ds_compress.message.channel import Channel
 from ds_compress.transport.p2p import Receiver, Sender
 
 PACKETS, DEPENDENCE = 0x44534350, 0x44534351
 """Last number of a shape message that packets follow; `DEPENDENCE`: the bits before it are valid."""
+
+
+DEEPSPEED = vars(pipe_engine)
+"""Globals of the functions of DeepSpeed's own pipeline engine."""
+
+
+def is_deepspeeds(function: Any) -> bool:
+    """Return whether `function` is one of DeepSpeed's own pipeline engine."""
+    return getattr(function, "__globals__", None) is DEEPSPEED
 
 
 class ShapeMessage:
@@ -144,6 +158,7 @@ class Sending:
     """The tensors that a send instruction sends to one stage: those of messages, and others."""
 
     stage: int
+    channel: Channel
     announced: Callable[[], Specs | None]
     """Gives the tensors of forward messages; None where the boundary is left to DeepSpeed."""
     gradients: Specs | None
@@ -160,7 +175,13 @@ class Sending:
     """Other tensors, sent while a message was incomplete."""
 
     def finish(self) -> None:
-        """Send the tensors collected so far, then the others."""
+        """Send the tensors collected so far, then the others.
+
+        Raises:
+            CompressionError: more tensors of the message were announced.
+        """
+        if self.specs and len(self.message) < len(self.specs):
+            refuse_count(self.channel, len(self.message), len(self.specs))
         message, self.message = self.message, []
         self.dispatch(message)
         while self.later:
@@ -191,6 +212,46 @@ class Receiving:
 def is_alike(tensor: Tensor, spec: TensorSpec | Tensor) -> bool:
     """Return whether `tensor` has the dtype and the number of values of one like `spec`."""
     return tensor.dtype == spec.dtype and tensor.numel() == math.prod(spec.shape)
+
+
+def as_announced(channel: Channel, tensors: Sequence[Tensor], specs: Specs) -> list[Tensor]:
+    """Return the tensors of a forward message in the shapes announced for them.
+
+    Raises:
+        CompressionError: one has another dtype or number of values.
+    """
+    if len(tensors) != len(specs):
+        refuse_count(channel, len(tensors), len(specs))
+    for number, (tensor, spec) in enumerate(zip(tensors, specs)):
+        if not is_alike(tensor, spec):
+            refuse(channel, number, tensor, specs)
+    return [tensor.detach().reshape(spec.shape) for tensor, spec in zip(tensors, specs)]
+
+
+def refuse(channel: Channel, number: int, tensor: Tensor | TensorSpec, specs: Specs) -> NoReturn:
+    """Raise for a tensor of a message that is not the one announced as `specs[number]`."""
+    spec = specs[number]
+    raise CompressionError(
+        f"{channel.place}: tensor {number} of {len(specs)} is {_describe(tensor)}, announced was "
+        f"{_describe(spec)}; {CHANGE_SHAPES}"
+    )
+
+
+def refuse_count(channel: Channel, came: int, announced: int) -> NoReturn:
+    """Raise for a message of another number of tensors than announced."""
+    raise CompressionError(
+        f"{channel.place}: a message of {came} tensors, announced were {announced}; {CHANGE_SHAPES}"
+    )
+
+
+CHANGE_SHAPES = (
+    "call engine.reset_activation_shape() on every rank before a batch of another shape or dtype; if they "
+    "differ within a batch, build the PipelineModule with dynamic_shape=True"
+)
+
+
+def _describe(tensor: Tensor | TensorSpec) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.")
 
 
 class PointToPoint:
@@ -247,6 +308,8 @@ class PointToPoint:
                 else:
                     sending.message = []
                     sending.dispatch(message)
+        elif sys._getframe(1).f_globals is DEEPSPEED:
+            refuse(sending.channel, len(message), tensor, specs)
         elif message:
             sending.later.append((tensor.clone(), dest_stage, async_op))  # its memory may be used again
         else:
@@ -275,8 +338,10 @@ class PointToPoint:
         if not receiving.arrived:
             receiving.arrived = receiving.fetch(specs)[::-1]
         arrived = receiving.arrived.pop()
+        if not is_equal:
+            arrived = arrived.view(tensor.shape)
         if receiving.copies:
-            tensor.detach().copy_(arrived.view(tensor.shape))
+            tensor.detach().copy_(arrived)
         elif isinstance(tensor, ReceiveBuffer):
             tensor.become(arrived)
         else:

@@ -17,8 +17,8 @@ import torch
 from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
-from ds_compress.engine.intercept import receiving
-from ds_compress.engine.session import DEEPSPEED, Session, is_deepspeeds
+from ds_compress.engine.intercept import DEEPSPEED, is_deepspeeds, receiving
+from ds_compress.engine.session import Session
 from ds_compress.engine.stage import Instruction
 from ds_compress.message.layout import tensors_in
 from ds_compress.monitor.metrics import EVAL_LOSS, label
@@ -110,15 +110,15 @@ class CompressedEngine(_Engine):
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         session, evaluate = self.ds_compress, super().eval_batch
-        with session.watchdog.watch():
+        with session.watchdog.watch("eval_batch"):
             return _evaluate_both(self, session, evaluate, *args, **kwargs)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        with self.ds_compress.watchdog.watch(sends_messages=False):
+        with self.ds_compress.watchdog.watch("save_checkpoint", sends_messages=False):
             return super().save_checkpoint(*args, **kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        with self.ds_compress.watchdog.watch(sends_messages=False):
+        with self.ds_compress.watchdog.watch("load_checkpoint", sends_messages=False):
             return super().load_checkpoint(*args, **kwargs)
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:

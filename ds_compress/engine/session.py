@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.runtime.pipe import engine as pipe_engine
 from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
@@ -22,7 +21,16 @@ from ds_compress.checkpoint.search import Side
 from ds_compress.config import Config
 from ds_compress.engine.gradients import connect_replicas
 from ds_compress.engine.handshake import Notes, SharedWarning
-from ds_compress.engine.intercept import PointToPoint, Receiving, Sending, Specs
+from ds_compress.engine.intercept import (
+    PointToPoint,
+    Receiving,
+    Sending,
+    Specs,
+    is_alike,
+    is_deepspeeds,
+    refuse,
+    refuse_count,
+)
 from ds_compress.engine.lookahead import MADE_BY, Lookahead
 from ds_compress.engine.outer import OuterTraffic
 from ds_compress.engine.reconfigure import Reconfigurator
@@ -45,15 +53,6 @@ RECEIVED = {
     Instruction.RECV_ACTIVATION: schedule.RecvActivation,
     Instruction.RECV_GRAD: schedule.RecvGrad,
 }
-
-
-DEEPSPEED = vars(pipe_engine)
-"""Globals of the functions of DeepSpeed's own pipeline engine."""
-
-
-def is_deepspeeds(function: Any) -> bool:
-    """Return whether `function` is one of DeepSpeed's own pipeline engine."""
-    return getattr(function, "__globals__", None) is DEEPSPEED
 
 
 def steps_per_epoch(engine: Any) -> int | None:
@@ -189,7 +188,7 @@ class Session:
     def batch(self) -> Iterator[None]:
         """Wrap a `train_batch` of the engine: the guard checks some of them."""
         engine, guard = self.engine, self.guard
-        with self.watchdog.watch():
+        with self.watchdog.watch("train_batch"):
             guard.begin_step(engine.global_steps + 1, self.evaluated_at_least())
             yield
             if self.outer is not None:
@@ -306,11 +305,15 @@ class Session:
         engine, stage = self.engine, self.stage
         if stage.before is not None:
             stage.post_receives(Instruction.RECV_ACTIVATION, tensors_in(engine.pipe_recv_buf))
-        if stage.after is not None and training:
-            stage.post_receives(Instruction.RECV_GRAD, tensors_in(engine.grad_layer))
+        if stage.after is not None and training and engine.grad_layer is not None:
+            stage.post_receives(Instruction.RECV_GRAD, self._gradients_received())
 
-    def send(self, instruction: Instruction, buffer_id: int, run: Callable[[], None]) -> None:
-        """Run a send instruction of the engine: what it sends leaves as packets, or is left to DeepSpeed."""
+    def send(self, instruction: Instruction, buffer_id: int, run: "functools.partial[None]") -> None:
+        """Run a send instruction of the engine: what it sends leaves as packets, or is left to DeepSpeed.
+
+        Raises:
+            CompressionError: a message is not like the one announced.
+        """
         engine, stage, p2p = self.engine, self.stage, self.stage.p2p
         if not stage.in_schedule:
             stage.enter_unscheduled(self.step_context())
@@ -327,6 +330,7 @@ class Session:
                 gradients = [tensor for tensor in tensors_in(inputs) or () if tensor.is_floating_point()]
         sending = Sending(
             stage=engine.next_stage if forward else engine.prev_stage,
+            channel=end.channel,
             announced=functools.partial(stage.announced.get, end.channel.boundary.number),
             gradients=gradients,
             dispatch=functools.partial(stage.dispatch, instruction, buffer_id),
@@ -340,18 +344,28 @@ class Session:
                 sending.finish()
         finally:
             p2p.sending = around
-        if end.messages == before:
+        sent = end.messages - before
+        if sent > 1 and forward and is_deepspeeds(run.func):  # it sends one
+            announced = len(sending.specs or ())
+            refuse_count(end.channel, sent * announced, announced)
+        if not sent:
             self._note_left_alone(end.channel, sending)
 
     def receive(
-        self, instruction: Instruction, buffer_id: int, run: Callable[[], None], copies: bool
+        self, instruction: Instruction, buffer_id: int, run: "functools.partial[None]", copies: bool
     ) -> None:
-        """Run a receive instruction of the engine; `copies`: see `Receiving`."""
+        """Run a receive instruction of the engine; `copies`: see `Receiving`.
+
+        Raises:
+            CompressionError: gradients of another shape than that of the outputs would be received.
+        """
         engine, stage, p2p = self.engine, self.stage, self.stage.p2p
         if not stage.in_schedule:
             stage.enter_unscheduled(self.step_context())
         end = stage.receivers[instruction, 0]
         before, forward = end.messages, instruction is Instruction.RECV_ACTIVATION
+        if not forward and is_deepspeeds(run.func):
+            self._check_gradients(buffer_id, end.channel.boundary)
         receiving = Receiving(
             stage=engine.prev_stage if forward else engine.next_stage,
             announced=functools.partial(stage.announced.get, end.channel.boundary.number),
@@ -384,13 +398,26 @@ class Session:
             self._left_alone.log(f"{channel.place}: left to DeepSpeed, uncompressed: {why}")
 
     def _gradients_received(self) -> Specs:
-        """Return tensors like the gradients that are received next."""
+        """Return tensors like the gradients that are received next, in the shapes that their sender knows."""
         layer = self.engine.grad_layer
         found = (layer,) if torch.is_tensor(layer) else tensors_in(layer)
-        if found is None:
-            announced = self.stage.announced[self.boundary_of_shapes(sends=True).number]
-            return [spec for spec in announced if spec.dtype.is_floating_point]
+        number = self.boundary_of_shapes(sends=True).number
+        announced = [spec for spec in self.stage.announced.get(number, ()) if spec.dtype.is_floating_point]
+        if found is None or (len(found) == len(announced) and all(map(is_alike, found, announced))):
+            return announced
         return found
+
+    def _check_gradients(self, buffer_id: int, boundary: Boundary) -> None:
+        """Refuse gradients that autograd would: DeepSpeed receives all in the shapes of the first ones."""
+        engine, layer = self.engine, self.engine.grad_layer
+        if layer is None or engine.dynamic_shape or engine.is_pipe_partitioned:
+            return
+        outputs = as_list(engine.pipe_buffers["outputs"][buffer_id])
+        floats = [tensor for tensor in outputs if tensor.is_floating_point()]
+        gradients = as_list(layer)
+        for number, (output, gradient) in enumerate(zip(floats, gradients)):
+            if output.shape != gradient.shape:
+                refuse(boundary.forward, number, output, gradients)
 
     def may_leave_early(self, send: type) -> bool:
         """Return whether the send instruction of class `send` does nothing but send its message. Another one

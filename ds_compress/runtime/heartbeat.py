@@ -2,6 +2,8 @@
 
     hello TOKEN RANK     first, from a rank to rank 0
     at N                 progress of the sender (see watchdog.py), at every tick
+    at N waits           it is inside a transfer, and was at the tick before
+    at N left TEXT       it has left a call with an error that its program may catch
     failed TEXT          the job has failed, and why; rank 0 forwards it
 
 Rank 0 listens at the addresses at which the others reach it for training, and on all interfaces only if none
@@ -62,6 +64,10 @@ class Peer:
         self.progress = 0
         self.has_reported = False
         """Whether it has sent its progress."""
+        self.is_waiting = False
+        """Whether it waits for a transfer."""
+        self.left = ""
+        """The error with which it left a call that it has not completed since."""
         self.is_gone = False
         self.silence = 0.0
         """Seconds for which it has been missed."""

@@ -8,11 +8,13 @@ Such calls are train_batch, eval_batch, save_checkpoint and load_checkpoint. A r
 or between two, for any time: its thread keeps reporting. A rank that others inside a call still need has
 failed if it is silent for `link.timeout_s`, or if its connection is closed. A rank that leaves a batch with
 an error of ds_compress has failed, as its packets no longer match those of others. After any other error a
-program may continue; the rank has failed if its process ends, or begins no other call for `link.timeout_s`.
+program may continue, as when all ranks leave alike; the rank has failed if its process ends, if it begins no
+other call for `link.timeout_s`, or if all ranks that are still inside wait for transfers for GRACE seconds.
 
 A rank that detects a failure reports it to the others. Ranks inside the call have GRACE seconds to raise an
 error of their own; one that is blocked in a collective cannot, and its process is ended. Ranks between
-calls raise at the start of the next one.
+calls raise at the start of the next one. A rank whose transfer fails waits a moment for the reason, and
+raises that.
 """
 
 import atexit
@@ -29,12 +31,17 @@ from torch.distributed import Store
 
 from ds_compress.errors import CompressionError, in_one_line
 from ds_compress.runtime.heartbeat import Connections, Peer
+from ds_compress.transport import p2p
+from ds_compress.transport.p2p import is_connection_lost
 
 GRACE = 4.0
 """Seconds for an error that is on its way."""
 
 BEATS = 1000
 """Lines that rank 0 reads in a second, about; in larger jobs ranks report less often than once a second."""
+
+TRANSFERS = "/torch/distributed/", p2p.__file__
+"""Parts of the names of files whose functions wait for transfers."""
 
 FAILURE_KEY = "ds_compress/failure"
 LONGEST_FAILURE = 2000
@@ -63,7 +70,13 @@ class Watchdog:
         self._is_closed = False
         self._progress = 0
         self._is_inside = False
+        self._thread_inside = 0  # the thread that is inside a call
+        self._place = 0  # where it waited for a transfer at the last tick
+        self._is_waiting = False
         self._error = ""  # with which this rank left its last call, if it may be caught
+        self._left = ""  # the same, until it completes a call
+        self._blocked = 0.0  # seconds since when all ranks that another one has left wait for transfers
+        self._is_known = threading.Event()  # the failure is
         self._overdue = 0.0  # seconds since then, or since the failure while inside
         self._failure = ""  # of the job
         self._last_tick = time.monotonic()
@@ -72,14 +85,15 @@ class Watchdog:
         self._thread.start()
 
     @contextmanager
-    def watch(self, sends_messages: bool = True) -> Iterator[None]:
+    def watch(self, call: str, sends_messages: bool = True) -> Iterator[None]:
         """Watch a call that takes all ranks.
 
         Args:
+            call: its name.
             sends_messages: whether after an error of ours ranks cannot go on together.
 
         Raises:
-            CompressionError: another rank has failed before.
+            CompressionError: another rank has failed, before or inside the call.
         """
         if self._is_inside:
             yield
@@ -88,15 +102,18 @@ class Watchdog:
             raise CompressionError(f"ds_compress: stopped: {self._failure}")
         self._overdue, self._error = 0.0, ""
         before = self._progress
+        self._thread_inside = threading.get_ident()
         self._progress, self._is_inside = before + 1, True
         try:
             yield
-            before += 2
+            before, self._left = before + 2, ""
         except BaseException as error:
+            if is_connection_lost(error) and self._is_known.wait(min(2 * self._tick, GRACE)):
+                raise CompressionError(f"ds_compress: stopped: {self._failure}") from None
             if sends_messages and isinstance(error, CompressionError):
                 self._fail(f"rank {self._rank}: {error}")
             else:
-                self._error = f"rank {self._rank}: {in_one_line(error)}"
+                self._error = self._left = f"rank {self._rank} left {call}: {in_one_line(error)}"
             raise
         finally:
             self._progress, self._is_inside = before, False
@@ -124,8 +141,8 @@ class Watchdog:
         """Record that the job has failed; only the first reason counts."""
         if self._failure:
             return
-        line = text.splitlines()[0].encode(errors="replace")[:LONGEST_FAILURE]
-        self._failure, self._overdue = line.decode(errors="ignore"), 0.0
+        self._failure, self._overdue = _cut(text), 0.0
+        self._is_known.set()
         self._report()
         if self._rank == 0:  # for whoever looks at the job from outside
             try:  # not here: another thread may wait in the store
@@ -139,7 +156,13 @@ class Watchdog:
 
     def _report(self) -> None:
         """Report to the others the progress of this rank, or that the job has failed."""
-        self._connections.send(lambda: f"failed {self._failure}" if self._failure else f"at {self._progress}")
+        self._connections.send(self._line)
+
+    def _line(self) -> str:
+        if self._failure:
+            return f"failed {self._failure}"
+        left = f" left {_cut(self._left)}" if self._left else ""
+        return f"at {self._progress}{' waits' if self._is_waiting else left}"
 
     def _run(self) -> None:
         try:
@@ -167,6 +190,8 @@ class Watchdog:
         due = self._last_tick + self._tick
         woken = self._connections.wait(due - time.monotonic(), self._hear)
         now = time.monotonic()
+        if now >= due:
+            self._look()
         if woken or now >= due:
             self._report()
         if now >= due:
@@ -174,18 +199,28 @@ class Watchdog:
             self._judge(min(now - self._last_tick, 2 * self._tick))
             self._last_tick = now
 
+    def _look(self) -> None:
+        """Note whether the thread inside a call is where it was at the last tick, waiting for a transfer."""
+        place = _transfer_of(self._thread_inside) if self._is_inside else 0
+        self._is_waiting = place != 0 and place == self._place
+        self._place = place
+
     def _hear(self, peer: Peer, line: bytes) -> None:
         word, _, rest = line.partition(b" ")
         peer.silence = 0.0
-        if word == b"at" and rest.isdigit():
-            peer.progress, peer.has_reported = int(rest), True
+        number, _, state = rest.partition(b" ")
+        if word == b"at" and number.isdigit():
+            peer.progress, peer.has_reported = int(number), True
+            peer.is_waiting = state == b"waits"
+            if not peer.is_waiting:
+                peer.left = state.removeprefix(b"left ").decode(errors="replace")
         elif word == b"failed" and rest:
             self._fail(rest.decode(errors="replace"))
 
     def _judge(self, seconds: float) -> None:
         """Look whether the job has failed, after so many more seconds."""
         if not self._failure:
-            lost = self._find_lost(seconds)
+            lost = self._find_lost(seconds) or self._find_left(seconds)
             self._overdue += seconds if self._error else 0.0
             if lost or self._overdue > self._seconds:
                 self._fail(lost or self._error)
@@ -205,8 +240,8 @@ class Watchdog:
                 peer.silence = 0.0
                 continue
             peer.silence += seconds
-            if peer.is_gone and peer.silence > GRACE:
-                return f"rank {peer.rank} is gone"
+            if peer.is_gone and (peer.left or peer.silence > GRACE):
+                return peer.left or f"rank {peer.rank} is gone"
             if peer.silence > self._seconds + self._tick:
                 return (
                     f"rank {peer.rank} was not heard of for {self._seconds:g} s "
@@ -215,6 +250,20 @@ class Watchdog:
                 )
         return ""
 
+    def _find_left(self, seconds: float) -> str:
+        """Return the error with which a rank left a call that the others cannot complete; empty if none."""
+        known = [(peer.progress, peer.left, peer.is_waiting) for peer in self._connections.peers]
+        known.append((self._progress, self._left, self._is_waiting))
+        front = max(progress for progress, *_ in known)
+        left = next((text for progress, text, _ in known if text and progress >= front - 1), "")
+        others = [(progress, waits) for progress, text, waits in known if not text]
+        is_stuck = self._rank == 0 and front % 2 and left
+        if is_stuck and others and all(progress == front and waits for progress, waits in others):
+            self._blocked += seconds
+        else:
+            self._blocked = 0.0
+        return left if self._blocked > GRACE else ""
+
     def _end_process(self) -> None:
         # not through Python's streams: the main thread may hold them
         os.write(2, f"ds_compress: rank {self._rank} stops: {self._failure}\n".encode())
@@ -222,3 +271,20 @@ class Watchdog:
         flushing.start()
         flushing.join(1.0)
         os._exit(1)
+
+
+def _cut(text: str) -> str:
+    """Return the first line of `text`, of a length that a line between ranks may have."""
+    return text.splitlines()[0].encode(errors="replace")[:LONGEST_FAILURE].decode(errors="ignore")
+
+
+def _transfer_of(thread: int) -> int:
+    """Return a number for the place in the program where `thread` waits for a transfer; 0: it does not."""
+    frame = sys._current_frames().get(thread)
+    if frame is None or not any(part in frame.f_code.co_filename for part in TRANSFERS):
+        return 0
+    places = []
+    while frame is not None:
+        places.append((id(frame), frame.f_lasti))
+        frame = frame.f_back
+    return hash(tuple(places)) or 1

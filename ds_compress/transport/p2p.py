@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed import Work
+from torch.distributed import DistError, Work
 
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.memory import is_out_of_memory
@@ -266,6 +266,15 @@ class EagerReceiver(Receiver):
         if self._to_post:
             self._to_post -= 1
             self._posted.append((memory, self._irecv(memory)))
+
+
+def is_connection_lost(error: BaseException | None) -> bool:
+    """Return whether `error` is, or was raised for, a transfer that failed, as it does when a peer ends."""
+    while error is not None:
+        if isinstance(error, DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error)):
+            return True
+        error = error.__context__
+    return False
 
 
 def channel_groups(

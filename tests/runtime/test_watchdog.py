@@ -22,7 +22,7 @@ class Job:
 
     def __init__(self, clock, connects=True):
         self.clock, self.store, self.ended = clock, HashStore(), {}
-        self.silent, self.left = set(), set()
+        self.silent, self.left, self.waiting = set(), set(), set()
         self._calls = {}
         with ThreadPoolExecutor(RANKS) as starting:
             made = [starting.submit(Watchdog, self.store, rank, RANKS, SECONDS) for rank in range(RANKS)]
@@ -31,6 +31,9 @@ class Job:
             each._store_failure = lambda each=each: self.store.set(FAILURE_KEY, each._failure)
             wait = each._connections.wait
             each._connections.wait = lambda seconds, hear, wait=wait: wait(0.0, hear)
+            each._look = lambda rank=rank, each=each: setattr(
+                each, "_is_waiting", each._is_inside and rank in self.waiting
+            )
             each._end_process = lambda rank=rank, each=each: self.ended.setdefault(rank, each._failure)
             if connects:
                 each._connections.connect()
@@ -39,7 +42,7 @@ class Job:
 
     def enter(self, *ranks, sends_messages=True):
         for rank in ranks:
-            self._calls[rank] = self.ranks[rank].watch(sends_messages)
+            self._calls[rank] = self.ranks[rank].watch("train_batch", sends_messages)
             self._calls[rank].__enter__()
 
     def leave(self, *ranks, error=None):
@@ -121,7 +124,8 @@ def test_an_error_of_ours_stops_every_rank(failing, job):
     job.pass_time(GRACE + 1)
     assert job.ended == {waiting: text}  # it is inside; the others can raise
     for rank in (failing, between):
-        with pytest.raises(CompressionError, match="stopped: rank .: boundary 0"), job.ranks[rank].watch():
+        again = job.ranks[rank].watch("train_batch")
+        with pytest.raises(CompressionError, match="stopped: rank .: boundary 0"), again:
             pass
 
 
@@ -157,8 +161,55 @@ def test_other_errors_are_failures_when_nothing_follows(job):
     job.enter(0, 2)
     job.call(1, error=ValueError("not\ncaught"))
     job.pass_time(LONG)
-    assert all("rank 1: ValueError: not" in failure for failure in job.failures())
+    assert all("rank 1 left train_batch: ValueError: not" in failure for failure in job.failures())
     assert set(job.ended) == {0, 2}
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize("left", range(RANKS))
+def test_a_rank_that_left_a_call_is_named_when_the_others_wait_for_it(left, goes_on, job):
+    """Its data had run out, the script caught that and evaluated: all waited for the time-out, and
+    blamed it for not answering, though it lived."""
+    others = [rank for rank in range(RANKS) if rank != left]
+    job.enter(*range(RANKS))
+    job.leave(left, error=StopIteration())
+    if goes_on:
+        job.enter(left)
+    job.waiting.update(others)
+    job.pass_time(GRACE + 2)
+    text = f"rank {left} left train_batch: StopIteration: its data has run out"
+    assert job.failures() == [text] * RANKS
+    job.pass_time(GRACE + 1)
+    assert set(job.ended) == set(others) | ({left} if goes_on else set())
+
+
+def test_as_long_as_a_rank_computes_others_may_wait_for_it(job):
+    """All ranks may leave a call by the same error, each in its time: the program goes on then."""
+    job.enter(*range(RANKS))
+    job.leave(0, error=ValueError("caught"))
+    job.waiting.add(1)
+    job.pass_time(LONG / 8)
+    assert not any(job.failures())
+    job.leave(1, 2, error=ValueError("caught"))
+    job.waiting.clear()
+    job.call(*range(RANKS))
+    job.pass_time(LONG)
+    assert not any(job.failures())
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_a_transfer_that_fails_names_the_reason(reports, job):
+    """Of a rank whose peer had ended it said that the connection was closed, and not why."""
+    job.enter(*range(RANKS))
+    if reports:
+        job.leave(1, error=ValueError("a mistake"))
+        job.end(1)
+        job.pass_time(2.0)
+    lost = RuntimeError("[x/gloo/transport/tcp/pair.cc:547] Connection closed by peer [1.2.3.4]:5")
+    expected = "stopped: rank 1 left train_batch: ValueError: a mistake" if reports else "Connection closed"
+    with pytest.raises((CompressionError, RuntimeError), match=expected):
+        job._calls[0].__exit__(RuntimeError, lost, None)
+        raise lost
 
 
 def test_other_errors_are_failures_when_the_process_ends(job):
@@ -166,7 +217,7 @@ def test_other_errors_are_failures_when_the_process_ends(job):
     job.call(1, error=ValueError("not caught"))
     job.end(1)
     job.pass_time(1.0)
-    assert all("rank 1: ValueError: not caught" in failure for failure in job.failures())
+    assert all("rank 1 left train_batch: ValueError: not caught" in failure for failure in job.failures())
 
 
 @pytest.mark.parametrize("sends_messages", [True, False])

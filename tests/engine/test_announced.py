@@ -1,0 +1,156 @@
+"""Messages that are not like those announced, and ranks that leave a batch: every rank says so, at once."""
+
+import re
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import nn
+
+from tests.support.pipeline import MICRO_BATCHES, WIDTH, Block, batches, build, ds_config
+from tests.support.ranks import run_ranks
+
+LOSSY = {"codec": {"name": "quantize", "bits": 8}}
+BLOCKS = {"none": {}, "lossy": {"forward": LOSSY, "backward": LOSSY, "min_numel": 64}}
+ANNOUNCED = "announced was float32 [4, 8, 32]"
+CHANGES = {
+    "fewer": (lambda x: x[:3], f"tensor 0 of 1 is float32 [3, 8, 32], {ANNOUNCED}"),
+    "more": (lambda x: torch.cat([x, x[:1]]), f"tensor 0 of 1 is float32 [5, 8, 32], {ANNOUNCED}"),
+    "dtype": (lambda x: x.bfloat16(), f"tensor 0 of 1 is bfloat16 [4, 8, 32], {ANNOUNCED}"),
+    "double": (lambda x: x.double(), f"tensor 0 of 1 is float64 [4, 8, 32], {ANNOUNCED}"),
+    "second": (lambda x: (x, x), "a message of 2 tensors, announced were 1"),
+}
+FLAT = f"tensor 0 of 1 is float32 [32, 32], {ANNOUNCED}"
+WAY_OUT = "; call engine.reset_activation_shape() on every rank before a batch of another shape or dtype; "
+
+
+class Changing(nn.Module):
+    """Changes what it passes on from the `first`-th time on."""
+
+    change, first, calls = None, 0, 0
+
+    def forward(self, x):
+        cls = Changing
+        cls.calls += 1
+        return cls.change(x) if cls.change and cls.calls > cls.first else x
+
+
+class Restoring(nn.Module):
+    """Takes whatever comes to the shape and dtype of all other layers."""
+
+    def forward(self, x):
+        return (x[0] if isinstance(x, tuple) else x).float().reshape(-1, 8, WIDTH)
+
+
+class Failing(nn.Module):
+    """Raises in its backward pass."""
+
+    fails = False
+
+    def forward(self, x):
+        if x.requires_grad:
+            x.register_hook(self.check)
+        return x
+
+    def check(self, gradient):
+        if Failing.fails:
+            raise ValueError("a mistake in the model")
+
+
+def make(block, link="eager", stages=2):
+    middle = [LayerSpec(Changing), LayerSpec(Restoring)]
+    specs = [LayerSpec(Block), LayerSpec(Failing), *middle, LayerSpec(Block), LayerSpec(Failing)]
+    options = {} if block is None else {"block": {**block, "link": {"mode": link}}}
+    return build(stages, ds_config(**options), specs * (stages // 2 + stages % 2))
+
+
+def start_changing(change, after=0):
+    Changing.change, Changing.first, Changing.calls = staticmethod(change), after, 0
+
+
+def meet(change, when, link, block):
+    """What a rank raises is what `run_ranks` returns."""
+    engine, data = make(BLOCKS[block], link), batches()
+    engine.train_batch(data)
+    start_changing(CHANGES[change][0] if change in CHANGES else lambda x: x.reshape(-1, WIDTH), after=1)
+    if when == "train":
+        engine.train_batch(data)
+    else:
+        engine.eval_batch(data)
+    return "nothing was wrong"
+
+
+def lines_of(results, capfd):
+    """The line with which each rank ended: what it raised, or what it wrote before it was ended."""
+    written = dict(re.findall(r"^ds_compress: rank (\d+) stops: (.*)$", capfd.readouterr().err, re.MULTILINE))
+    return [written.get(str(rank), text.strip().splitlines()[-1]) for rank, text in enumerate(results)]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("link", ["eager", "blocking"])
+@pytest.mark.parametrize("when", ["train", "eval"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_rank_names_a_tensor_that_was_not_announced(change, when, link, block, capfd):
+    """The receiver waited for its packet for `link.timeout_s`, then said that the sender did not answer."""
+    lines = lines_of(run_ranks(2, meet, change, when, link, block, check=False), capfd)
+    for line in lines:
+        assert "boundary 0, forward: " + CHANGES[change][1] in line and WAY_OUT in line, lines
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("link", ["eager", "blocking"])
+def test_as_many_values_in_another_shape_cannot_be_trained(link, block, capfd):
+    """DeepSpeed receives all gradients in the shape of the first; the other rank waited for its gradients."""
+    for line in lines_of(run_ranks(2, meet, "flat", "train", link, block, check=False), capfd):
+        assert "boundary 0, forward: " + FLAT in line and WAY_OUT in line, line
+
+
+def with_other_shapes(block, link):
+    """Losses where DeepSpeed takes as many values in another shape: evaluated, and trained from the start."""
+    engine, data = make(block, link), batches()
+    losses = [engine.train_batch(data)]
+    start_changing(lambda x: x.reshape(-1, WIDTH))
+    losses.append(engine.eval_batch(data))
+    engine.reset_activation_shape()
+    losses.append(engine.eval_batch(data))
+    start_changing(None)  # gradients have another shape than what was announced
+    losses += [engine.train_batch(data), engine.train_batch(data)]
+    return [loss.item() for loss in losses]
+
+
+@pytest.mark.parametrize("link", ["eager", "blocking"])
+def test_as_many_values_in_another_shape_are_taken_where_deepspeed_takes_them(link):
+    ours, lossy, stock = (run_ranks(2, with_other_shapes, block, link) for block in (*BLOCKS.values(), None))
+    assert ours == stock
+    assert lossy[0] == pytest.approx(stock[0], rel=0.05)
+
+
+def leave(which, how, stages, blocks):
+    """One rank leaves its second batch by an error that its script catches, and evaluates."""
+    engine, data = make(blocks, stages=stages), batches()
+    engine.train_batch(data)
+    mine = engine.global_rank == which
+    if how == "data":
+        few = iter([next(data) for _ in range(MICRO_BATCHES - 1)])
+        try:
+            engine.train_batch(few if mine else data)
+        except StopIteration:
+            engine.eval_batch(data)
+    else:
+        Failing.fails = mine
+        engine.train_batch(data)
+
+
+@pytest.mark.parametrize(
+    "how, which, stages",
+    [("data", 0, 2), ("data", 1, 2), ("data", 2, 3), ("backward", 1, 2), ("backward", 0, 3)],
+)
+def test_every_rank_names_one_that_left_a_batch(how, which, stages, capfd):
+    """With caught errors the others waited, and blamed the rank for not answering; with others they said that
+    a connection was closed."""
+    said = {"data": "StopIteration: its data has run out", "backward": "ValueError: a mistake in the model"}
+    lines = lines_of(run_ranks(stages, leave, which, how, stages, {}, check=False), capfd)
+    named = f"rank {which} left train_batch: {said[how]}"
+    own = lines.pop(which)
+    assert all(named in line for line in lines), lines
+    assert said[how] in own
