@@ -12,6 +12,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -331,8 +332,8 @@ def connect_replicas(engine: Any, config: Config) -> GradientTraffic | None:
     own; None if nothing does. Every rank of the job calls it."""
     if config.replica_codec is None or not engine.is_data_parallel:
         return None
-    # no time-out of their own: the watchdog knows which rank is silent, a collective does not
-    groups = [dist.new_group(ranks) for ranks in engine.grid.dp_groups]
+    limit = timedelta(seconds=config.block.link.timeout_s)
+    groups = [dist.new_group(ranks, timeout=limit) for ranks in engine.grid.dp_groups]
     own = next(group for group, ranks in zip(groups, engine.grid.dp_groups) if dist.get_rank() in ranks)
     has_owners = not engine.has_moe_layers and not any(layers(config.replica_codec, LowRank))
     partitions = isinstance(engine.optimizer, BF16_Optimizer) and has_owners

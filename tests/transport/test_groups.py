@@ -182,6 +182,31 @@ def test_gloo_cannot_send_what_is_on_a_gpu(backends, device, needed, monkeypatch
     assert staging.is_needed(torch.device(device)) is needed
 
 
+def time_outs_of_new_groups(block):
+    """Seconds of each process group of this rank that comes with an engine, beside those of DeepSpeed."""
+    before, known = set(), torch.distributed.distributed_c10d._world.pg_map
+    found = []
+    for own in (None, block):
+        build(2, ds_config(own, replicas=2))
+        new = [group for group in known if group not in before]
+        before.update(new)
+        found.append(Counter(g._get_backend(CPU).options._timeout.total_seconds() for g in new))
+    stock, ours = found
+    return dict(ours - stock)
+
+
+@pytest.mark.parametrize("mode", ["eager", "blocking"])
+def test_every_group_has_the_time_out_of_the_link(mode):
+    """That of the gradients had DeepSpeed's 10 minutes, whatever `link.timeout_s` was."""
+    block = {
+        "link": {"mode": mode, "timeout_s": 77},
+        "forward": {"codec": "lossless"},
+        "replicas": {"codec": "bf16"},
+    }
+    for rank in run_ranks(4, time_outs_of_new_groups, block):
+        assert rank.keys() == {77.0}, rank
+
+
 @pytest.mark.parametrize("needed", [False, True])
 def test_deepspeeds_own_messages_are_broadcast_where_they_must(needed, monkeypatch):
     before = p2p.can_send_recv
