@@ -77,6 +77,7 @@ class Watchdog:
         self._left = ""  # the same, until it completes a call
         self._blocked = 0.0  # seconds since when all ranks that another one has left wait for transfers
         self._is_known = threading.Event()  # the failure is
+        self._storing: threading.Thread | None = None  # writes the failure to the store
         self._overdue = 0.0  # seconds since then, or since the failure while inside
         self._failure = ""  # of the job
         self._last_tick = time.monotonic()
@@ -123,11 +124,17 @@ class Watchdog:
         """Stop watching: this rank's engine has gone."""
         if os.getpid() != self._process or self._is_closed:
             return
-        self._is_closed = True
         atexit.unregister(self._at_exit)
-        if self._thread is not threading.current_thread():
-            self._connections.wake()
-            self._thread.join(GRACE)
+        self._end_threads()
+
+    def _end_threads(self) -> None:
+        # Python ends a thread that asks for its lock after the main thread has ended; inside torch's C++,
+        # which the store is, that aborts the process
+        self._is_closed = True
+        self._connections.wake()
+        for thread in (self._thread, self._storing):
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(GRACE)
 
     def _at_exit(self) -> None:
         if os.getpid() != self._process:
@@ -136,6 +143,7 @@ class Watchdog:
             self._fail(self._error)
         if self._is_connected.wait(GRACE):  # the thread may not have run since the last call
             self._report()
+        self._end_threads()
 
     def _fail(self, text: str) -> None:
         """Record that the job has failed; only the first reason counts."""
@@ -146,8 +154,10 @@ class Watchdog:
         self._report()
         if self._rank == 0:  # for whoever looks at the job from outside
             try:  # not here: another thread may wait in the store
-                threading.Thread(target=self._store_failure, daemon=True).start()
+                self._storing = threading.Thread(target=self._store_failure, daemon=True)
+                self._storing.start()
             except RuntimeError:  # Python is ending
+                self._storing = None
                 self._store_failure()
 
     def _store_failure(self) -> None:

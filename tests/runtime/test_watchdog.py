@@ -2,6 +2,8 @@
 
 import contextlib
 import itertools
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -91,7 +93,7 @@ def new_job(monkeypatch):
     for module in (heartbeat, watchdog):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(watchdog, "_numbers", itertools.repeat(0))  # as if each had a process of its own
-    thread = SimpleNamespace(start=lambda: None)
+    thread = SimpleNamespace(start=lambda: None, join=lambda seconds: None)
     threading = {**vars(watchdog.threading), "Thread": lambda target=None, **_: thread}
     monkeypatch.setattr(watchdog, "threading", SimpleNamespace(**threading))
     monkeypatch.setattr(watchdog, "atexit", SimpleNamespace(register=lambda function: None))
@@ -313,3 +315,28 @@ def test_a_failure_of_any_text_fits_a_line(job):
     first = job.failures()[0]
     assert first.startswith("rank 1: ää") and len(first.encode()) <= watchdog.LONGEST_FAILURE
     assert job.failures() == [first] * RANKS
+
+
+ENDS = """
+import time
+from torch.distributed import HashStore
+from ds_compress.runtime import watchdog
+
+class Slow(HashStore):
+    def set(self, key, value):
+        if key == watchdog.FAILURE_KEY:
+            time.sleep(1)
+            print("stored")
+        super().set(key, value)
+
+dog = watchdog.Watchdog(Slow(), 0, 1, 8.0)
+dog._fail("rank 0: no")
+"""
+
+
+def test_no_thread_outlives_the_interpreter():
+    """A thread in torch's store when Python ends takes the process with it: "terminate called without an
+    active exception"."""
+    command = [sys.executable, "-c", ENDS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "stored\n"
