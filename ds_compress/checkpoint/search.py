@@ -69,6 +69,12 @@ class Side:
         return f"{self.layer}/{self.name}"
 
     @property
+    def has_state(self) -> bool:
+        """Return whether a codec here has entries in checkpoints."""
+        codecs = [channel.codec for channel in self.boundary.channels]
+        return any(any(layers(codec, Stateful)) for codec in codecs)  # type: ignore[type-abstract]
+
+    @property
     def needs_warmup(self) -> bool:
         """Return whether a codec here works only with what it has learned in the warm-up."""
         return any(needs_warmup(channel.codec) for channel in self.boundary.channels)
@@ -88,7 +94,7 @@ class Found(NamedTuple):
 
 def load(root: Path, tag: str, rank: Rank, side: Side, step: int) -> Found:
     """Search the files of checkpoint `tag` for `side`; log why a file that it needs cannot be read."""
-    result, why = Found(ABSENT), ""
+    result, why = Found(ABSENT if side.has_state else RESTORED), ""
     for path in rank.shards(Path(root, tag)):
         file = StateFile(path)
         try:

@@ -94,7 +94,9 @@ class PeerTimeout:
         reason = re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0]
         if "timed out" in reason.lower():
             raise CompressionError(
-                f"{self.place}: rank {peer} did not answer within {self.seconds:g} s ({self.setting})"
+                f"{self.place}: rank {peer} did not answer within {self.seconds:g} s ({self.setting}): its "
+                "process died or is stopped, the link is down, its script is busy or caught an error, or it "
+                "needs longer than that"
             ) from None
         raise CompressionError(f"{self.place}: rank {peer} is gone: {reason}") from None
 

@@ -170,6 +170,32 @@ def test_other_stages_and_settings(tmp_path):
     assert not any(rank["warnings"] for rank in changed[1:])
 
 
+def save_without_us(folder):
+    build(2, ds_config()).save_checkpoint(str(folder), tag="stock")
+
+
+def warnings_of_loading(folder, directions):
+    engine, warnings = build(2, ds_config({**directions, "min_numel": 0})), log_lines()
+    engine.load_checkpoint(str(folder), tag="stock")
+    return warnings
+
+
+@pytest.mark.parametrize("codec, feedback", [("none", "none"), (QUANTIZE, "none"), (TOPK, "ef")])
+def test_only_what_has_state_starts_from_zero(codec, feedback, tmp_path):
+    """Recipe `none` said so of each boundary when it loaded a checkpoint of DeepSpeed alone."""
+    run_ranks(2, save_without_us, tmp_path)
+    direction = {"codec": codec, "feedback": feedback}
+    first, _ = run_ranks(2, warnings_of_loading, tmp_path, {"forward": direction, "backward": direction})
+    assert [line for line in first if "starts from zero" in line] == (
+        []
+        if feedback == "none"
+        else [
+            f"ds_compress: {tmp_path}/stock: state of channels starts from zero: "
+            "the checkpoint has none for both sides (layer 4, replica 0)"
+        ]
+    )
+
+
 def saved_at(folder, stage, layer):
     """Upstream state at `layer`, with names as `channel_state` has them for boundary 1."""
     path = folder / f"global_step{SAVED}" / f"ds_compress_pp{stage:02d}_dp00_tp00.safetensors"
