@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_compress.errors import CompressionError
+from ds_compress.errors import CompressionError, failures_at
 from ds_compress.hf.documents import IGNORED, Document, read_records, tokenize
-from ds_compress.hf.settings import Settings
+from ds_compress.hf.settings import NAME, Settings
 
 IDS, LABELS, POSITIONS = range(3)
 
@@ -216,10 +216,12 @@ def _load(settings: Settings, source: str, tokenizer: Any) -> list[Rows]:
             np.cumsum([0, *(row.shape[1] for row in rows)], dtype=np.int64),
         )
         for cache, array in zip(caches, made):
-            cache.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=cache.parent, delete=False) as file:
-                np.save(file, array)
-            Path(file.name).rename(cache)
-    tokens, bounds = (np.load(cache, mmap_mode="r") for cache in caches)
+            with failures_at(f"{NAME}.out: {cache} cannot be written"):
+                cache.parent.mkdir(parents=True, exist_ok=True)
+                with tempfile.NamedTemporaryFile(dir=cache.parent, delete=False) as file:
+                    np.save(file, array)
+                Path(file.name).rename(cache)
+    with failures_at(f"{NAME}.out: {caches[0].parent}: damaged, remove this folder"):
+        tokens, bounds = (np.load(cache, mmap_mode="r") for cache in caches)
     counts = np.searchsorted(np.sort(np.diff(bounds)), settings.lengths, side="right")
     return [Rows(tokens, bounds[start : end + 1]) for start, end in itertools.pairwise([0, *counts])]

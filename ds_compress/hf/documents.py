@@ -5,11 +5,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ds_compress.errors import CompressionError, in_one_line, shown
+from ds_compress.errors import CompressionError, errors_at, failures_at, in_one_line, shown
 from ds_compress.hf.settings import Data
 
 IGNORED = -100
 """Label of a token that is not learned."""
+MESSAGES = "a list of {role, content}, both of them text"
+KEYS = {"messages": MESSAGES, "text": "text", "prompt": "text", "completion": "text"}
+"""What the value of each known key of a record should be."""
 LOADERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
@@ -28,9 +31,10 @@ def read_records(source: str, data: Data) -> Iterable[dict[str, Any]]:
         CompressionError: `source` cannot be read.
     """
     path = Path(source)
-    if path.suffix == ".txt" and path.is_file():
-        return ({"text": text} for text in split_text(path.read_text(), data.documents))
     try:
+        if path.suffix == ".txt" and path.is_file():
+            text = path.read_text(encoding="utf-8")
+            return ({"text": part} for part in split_text(text, data.documents))
         from datasets import load_dataset
 
         if path.suffix in LOADERS:
@@ -53,24 +57,39 @@ def tokenize(found: Iterable[dict[str, Any]], tokenizer: Any, where: str) -> Ite
     """Turn every record into a document that ends with the tokenizer's end-of-text token, if it has one.
 
     Raises:
-        CompressionError: a record has none of the known keys; `where` begins the error.
+        CompressionError: a record has none of the known keys, a value of another type, or one that the
+            tokenizer or its chat template does not take; `where` begins the error.
     """
-    for number, record in enumerate(found):
-        if record.get("messages"):
-            yield _tokenize_conversation(record["messages"], tokenizer, f"{where}: record {number}")
-        elif isinstance(record.get("text"), str):
-            ids = _encode(tokenizer, record["text"]) + _end_of_text(tokenizer)
-            yield Document(ids, ids)
-        elif isinstance(record.get("prompt"), str) and isinstance(record.get("completion"), str):
-            prompt = _encode(tokenizer, record["prompt"])
-            completion = _encode(tokenizer, record["completion"]) + _end_of_text(tokenizer)
-            yield Document(prompt + completion, [IGNORED] * len(prompt) + completion)
-        else:
-            pairs = "; pairs for preference training (DPO) are not supported" if "chosen" in record else ""
-            raise CompressionError(
-                f"{where}: record {number} has {shown(sorted(record))}; should have text, prompt and "
-                f"completion, or messages{pairs}"
-            )
+    with failures_at(f"{where} cannot be read"):  # `datasets` decodes a record when it is its turn
+        for number, record in enumerate(found):
+            with errors_at(f"{where}: record {number}"), failures_at("cannot be tokenized"):
+                document = _tokenize_record(record, tokenizer)
+            yield document
+
+
+def _tokenize_record(record: dict[str, Any], tokenizer: Any) -> Document:
+    messages, text, prompt, completion = map(record.get, KEYS)
+    if messages:
+        return _tokenize_conversation(messages, tokenizer)
+    if isinstance(text, str):
+        ids = _encode(tokenizer, text) + _end_of_text(tokenizer)
+        return Document(ids, ids)
+    if isinstance(prompt, str) and isinstance(completion, str):
+        learned = _encode(tokenizer, completion) + _end_of_text(tokenizer)
+        ignored = _encode(tokenizer, prompt)
+        return Document(ignored + learned, [IGNORED] * len(ignored) + learned)
+    wrong = next((key for key in reversed(KEYS) if key in record and not isinstance(record[key], str)), None)
+    if wrong:
+        raise CompressionError(f"{wrong}: {_shown(record[wrong])} is not allowed: should be {KEYS[wrong]}")
+    pairs = "; pairs for preference training (DPO) are not supported" if "chosen" in record else ""
+    raise CompressionError(
+        f"has {shown(sorted(record))}; should have text, prompt and completion, or messages{pairs}"
+    )
+
+
+def _shown(value: Any) -> str:
+    """Format a value as JSON writes it if it has none."""
+    return "null" if value is None else shown(value)
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
@@ -81,10 +100,11 @@ def _end_of_text(tokenizer: Any) -> list[int]:
     return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
 
-def _tokenize_conversation(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> Document:
+def _tokenize_conversation(messages: list[dict[str, Any]], tokenizer: Any) -> Document:
     """Apply the chat template to a conversation, of which the assistant's turns are learned."""
+    _check_messages(messages)
     if not tokenizer.chat_template:
-        raise CompressionError(f"{where}: has messages, but the tokenizer has no chat template")
+        raise CompressionError("has messages, but the tokenizer has no chat template")
 
     def encode_turns(turns: list[dict[str, Any]], prompt: bool) -> list[int]:
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)
@@ -98,8 +118,26 @@ def _tokenize_conversation(messages: list[dict[str, Any]], tokenizer: Any, where
             through = encode_turns(messages[: number + 1], False)
             if through[: len(before)] != before or ids[: len(through)] != through:
                 raise CompressionError(
-                    f"{where}: message {number}: the chat template changes earlier turns when this one is "
+                    f"message {number}: the chat template changes earlier turns when this one is "
                     "added, so the tokens of this turn cannot be located"
                 )
             labels[len(before) : len(through)] = through[len(before) :]
     return Document(ids, labels)
+
+
+def _check_messages(messages: Any) -> None:
+    """Refuse what a chat template would write as Python prints it, or leave out.
+
+    A message with "tool_calls" needs no content.
+    """
+    if not isinstance(messages, list):
+        raise CompressionError(f"messages: {shown(messages)} is not allowed: should be {MESSAGES}")
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise CompressionError(f"messages: {shown(message)} is not allowed: should be {MESSAGES}")
+        for key in ("role", "content"):
+            value = message.get(key)
+            if not isinstance(value, str) and (key == "role" or value or not message.get("tool_calls")):
+                raise CompressionError(
+                    f"message {number}: {key}: {_shown(value)} is not allowed: should be text"
+                )

@@ -44,7 +44,7 @@ def _run(path: Path) -> None:
         from deepspeed import comm as dist
         from deepspeed.accelerator import get_accelerator
 
-        from ds_compress.hf.settings import NAME, read_settings
+        from ds_compress.hf.settings import read_settings
         from ds_compress.hf.training import FinetuneRun
     except ImportError as error:
         raise CompressionError(f'{error}; pip install "ds_compress[hf]"') from None
@@ -56,10 +56,6 @@ def _run(path: Path) -> None:
             "no launcher started this process: start it through deepspeed --module, torchrun -m, or "
             "accelerate launch --use_deepspeed -m"
         )
-    try:
-        Path(settings.out).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CompressionError(f"{NAME}.out: {settings.out}: {error.strerror}") from None
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed()
     FinetuneRun(settings).run()

@@ -3,9 +3,11 @@
 from typing import Any
 
 import numpy as np
+import torch
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from transformers import PretrainedConfig
 
-from ds_compress.errors import CompressionError, shown
+from ds_compress.errors import CompressionError, did_you_mean, shown, shown_key
 from ds_compress.hf.settings import NAME, Settings
 
 
@@ -28,6 +30,7 @@ def check_launch(settings: Settings, processes: int) -> int:
             f"{NAME}.stages: {shown(settings.stages)} is not allowed: {processes} processes were started; "
             "their number should be a multiple of the number of stages"
         )
+    _check_ds_config(settings.ds_config, f"{NAME}.ds_config")
     zero = zero_stage(settings.ds_config)
     if zero not in (0, 1):
         raise CompressionError(
@@ -35,6 +38,41 @@ def check_launch(settings: Settings, processes: int) -> int:
             "support 0 and 1"
         )
     return processes // stages
+
+
+BATCH_SIZES = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+def _check_ds_config(ds_config: dict[str, Any], path: str) -> None:
+    """Refuse numbers that Trainer or accelerate would fill in, and an optimizer that nothing has."""
+    for key in BATCH_SIZES:
+        value = ds_config.get(key)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise CompressionError(f"{path}.{key}: {shown(value)} is not allowed: should be 1 or more")
+    optimizer = ds_config.get("optimizer")
+    name = optimizer.get("type") if isinstance(optimizer, dict) else None
+    known = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type)} - {"Optimizer"}
+    if not isinstance(name, str) or not (name in known or name.lower() in DEEPSPEED_OPTIMIZERS):
+        raise CompressionError(
+            f"{path}.optimizer.type: {shown(name)} is not allowed{did_you_mean(name, known)}: should be "
+            f"one of DeepSpeed's ({', '.join(DEEPSPEED_OPTIMIZERS)}) or of torch.optim"
+        )
+    _refuse_auto({key: value for key, value in ds_config.items() if key not in SET_APART}, path)
+
+
+SET_APART = "ds_compress", "pipeline"
+"""Keys below which "auto" means something."""
+
+
+def _refuse_auto(value: Any, path: str) -> None:
+    """Refuse "auto", at any depth."""
+    if value == "auto":
+        raise CompressionError(
+            f"{path}: 'auto' is not allowed: Trainer and accelerate would put a value there, DeepSpeed does "
+            "not; give one"
+        )
+    for key, below in value.items() if isinstance(value, dict) else ():
+        _refuse_auto(below, f"{path}.{shown_key(key)}")
 
 
 def zero_stage(ds_config: dict[str, Any]) -> Any:

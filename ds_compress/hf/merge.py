@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from ds_compress.errors import CompressionError
+from ds_compress.errors import CompressionError, errors_at, failures_at
 from ds_compress.hf.model import LoadedPart, make_layer_specs
 from ds_compress.hf.quantized import dequantize, make_plain
-from ds_compress.hf.run_folder import LATEST
+from ds_compress.hf.run_folder import LATEST, checkpoint_name, read_step
 from ds_compress.hf.settings import NAME, Settings, read_settings
 from ds_compress.hf.structure import replace_module
 from ds_compress.hf.weights import INDEX
@@ -37,27 +37,32 @@ def merge(run: Path, to: Path, which: str = LATEST) -> None:
     """Write a checkpoint of `run`, the last one or the best, to the folder `to`.
 
     Raises:
-        CompressionError: `run` has no complete checkpoint, or lacks layers; or `to` is not empty.
+        CompressionError: `run` has no complete checkpoint, lacks layers, or was trained with other adapters;
+            or `to` is not empty, or cannot be written.
     """
     settings, checkpoint = read_settings(run / NAME), find_checkpoint(run, which)
-    if to.exists() and any(to.iterdir()):
-        raise CompressionError(f"--to {to}: the folder is not empty")
-    to.mkdir(parents=True, exist_ok=True)
+    writing = f"--to {to}: cannot be written"
+    with failures_at(writing):
+        if to.exists() and any(to.iterdir()):
+            raise CompressionError(f"--to {to}: the folder is not empty")
+        to.mkdir(parents=True, exist_ok=True)
     model = Path(settings.model)
     lora = settings.lora.to_peft(settings.model) if settings.lora else None
     specs, _ = make_layer_specs(model, 1, lora, None, False, settings.seed, settings.quantize)
     adapters: dict[str, Tensor] = {}
     shards: list[dict[str, int]] = []
-    for part in _load_parts(specs, checkpoint, settings.lora is not None):
+    for part in _load_parts(specs, checkpoint):
         adapters |= adapter_tensors(part)
         if tensors := merged_tensors(part):
-            save_file(tensors, to / PART.format(len(shards)), metadata=FORMAT)
+            with failures_at(writing):
+                save_file(tensors, to / PART.format(len(shards)), metadata=FORMAT)
             shards.append({name: tensor.nbytes for name, tensor in tensors.items()})
-    _name_shards(shards, to)
-    _copy_configs(settings, to)
-    if lora:
-        lora.save_pretrained(str(to / ADAPTER))
-        save_file(adapters, to / ADAPTER / "adapter_model.safetensors", metadata=FORMAT)
+    with failures_at(writing):
+        _name_shards(shards, to)
+        _copy_configs(settings, to)
+        if lora:
+            lora.save_pretrained(str(to / ADAPTER))
+            save_file(adapters, to / ADAPTER / "adapter_model.safetensors", metadata=FORMAT)
 
 
 def find_checkpoint(run: Path, which: str) -> Path:
@@ -66,10 +71,10 @@ def find_checkpoint(run: Path, which: str) -> Path:
     Raises:
         CompressionError: there is none.
     """
-    try:
-        return run / (run / which).read_text().strip()
-    except OSError:
-        raise CompressionError(f"{run}: no complete checkpoint: {which} is missing") from None
+    step = read_step(run, which)
+    if step is None:
+        raise CompressionError(f"{run}: no complete checkpoint: {which} is missing")
+    return run / checkpoint_name(step)
 
 
 def _name_shards(shards: list[dict[str, int]], to: Path) -> None:
@@ -100,13 +105,12 @@ def _copy_configs(settings: Settings, to: Path) -> None:
         (to / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _load_parts(specs: list[LayerSpec], checkpoint: Path, frozen: bool) -> Iterator[LoadedPart]:
+def _load_parts(specs: list[LayerSpec], checkpoint: Path) -> Iterator[LoadedPart]:
     """Yield every part with its trained weights; a tied embedding comes once, and its head has none.
 
     Args:
         specs: of all parts.
         checkpoint: folder that DeepSpeed wrote.
-        frozen: whether the checkpoint holds adapters alone.
     """
     for number, spec in enumerate(specs):
         if isinstance(spec, TiedLayerSpec) and number > 0:
@@ -119,8 +123,8 @@ def _load_parts(specs: list[LayerSpec], checkpoint: Path, frozen: bool) -> Itera
                 "folder, let the run end, which copies all layers to the first machine, or copy layer_* from "
                 "the same folder of the other machines"
             )
-        trained = torch.load(stored[0], map_location="cpu", weights_only=True)
-        part.load_state_dict(trained, strict=not frozen)
+        with errors_at(str(stored[0])), failures_at("damaged"):
+            part.load_state_dict(torch.load(stored[0], map_location="cpu", weights_only=True))
         yield part
 
 

@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +16,7 @@ from peft import LoraConfig
 from transformers import AutoConfig, PretrainedConfig
 
 from ds_compress.errors import CompressionError, failures_at, shown
+from ds_compress.hf.collective import raised_on_all_ranks
 from ds_compress.hf.part import (
     EMBEDDING,
     LAYER,
@@ -30,7 +31,7 @@ from ds_compress.hf.part import (
 from ds_compress.hf.quantized import find_quantizer, without_quantization
 from ds_compress.hf.structure import ModelTemplate
 from ds_compress.hf.verify import verify_parts
-from ds_compress.hf.weights import list_files, load_weights
+from ds_compress.hf.weights import load_weights, open_slices
 
 TIED = "embedding"
 """DeepSpeed's key of an embedding whose weight is the head's too."""
@@ -56,6 +57,33 @@ class LoadedPart(Part):
             add_adapters(self, copy.deepcopy(lora), seed)
         if template.quantizer:
             self.register_state_dict_post_hook(_drop_quantization_state)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load what a checkpoint holds, which may leave out frozen weights.
+
+        Raises:
+            CompressionError: it was trained with other adapters, or has other weights; unless `strict` is
+                False.
+        """
+        own = self.state_dict()
+        frozen = {name for name, p in self.named_parameters() if not p.requires_grad}
+        common = own.keys() & state_dict.keys()
+        problems = {
+            "also trained": state_dict.keys() - own.keys(),
+            "does not have": own.keys() - state_dict.keys() - frozen,
+            "has another shape of": {name for name in common if own[name].shape != state_dict[name].shape},
+        }
+        for why, names in problems.items() if strict else ():
+            if names:
+                adapters = [name.partition(".lora_")[0] for name in names if ".lora_" in name]
+                which = {name.rpartition(".")[2] for name in adapters} or names
+                raise CompressionError(
+                    f"lora: {self.part_id}: the checkpoint {why} {shown(sorted(which))}; should be the "
+                    '"lora" that it was trained with'
+                )
+        return super().load_state_dict(state_dict, strict=False, assign=assign)
 
     def set_head(self, weight: torch.nn.Parameter) -> None:
         """Compute logits with this weight."""
@@ -89,7 +117,8 @@ class TransformersPipeline(PipelineModule):
         self._set_bounds(*self.parts[self.stage_id : self.stage_id + 2])
 
     def _build(self) -> None:
-        super()._build()
+        with raised_on_all_ranks():
+            super()._build()
         if TIED in self.tied_modules:  # DeepSpeed trains it as one weight, on the first and the last stage
             for part in self.children():
                 if isinstance(part, LoadedPart) and part.tied_head:
@@ -112,10 +141,10 @@ def load_config(folder: Path) -> PretrainedConfig:
     """Read the config of a checkpoint.
 
     Raises:
-        CompressionError: there is no such checkpoint.
+        CompressionError: there is no such checkpoint, or it is damaged.
     """
-    list_files(folder)
-    return read_config(folder)
+    with open_slices(folder):  # a damaged file is refused before anything is built
+        return read_config(folder)
 
 
 def read_config(folder: Path) -> PretrainedConfig:
@@ -260,7 +289,8 @@ def pipeline_module(
     Raises:
         CompressionError: there is no such checkpoint, or the model cannot be cut into stages.
     """
-    specs, bounds = make_layer_specs(Path(checkpoint), stages, lora, dtype, positions, seed, quantize)
+    with raised_on_all_ranks():
+        specs, bounds = make_layer_specs(Path(checkpoint), stages, lora, dtype, positions, seed, quantize)
     return TransformersPipeline(
         specs,
         bounds,

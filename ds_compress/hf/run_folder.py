@@ -5,16 +5,17 @@ run ends, rank 0's machine receives the weights of all stages, which `ds-compres
 """
 
 import json
+import re
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 
-from ds_compress.errors import CompressionError
+from ds_compress.errors import CompressionError, failures_at, shown
+from ds_compress.hf.collective import broadcast_bytes, gather_integers, raised_on_all_ranks
 from ds_compress.hf.settings import NAME
-from ds_compress.runtime.stage_profile import all_gather
 
 LATEST = "latest"
 """File that names the last complete checkpoint, for DeepSpeed and for `merge`."""
@@ -34,15 +35,16 @@ class RunFolder:
             replicas: data-parallel replicas of the pipeline.
 
         Raises:
-            CompressionError: on every rank, if replicas of a stage do not share the folder: only the first of
-                them writes the weights that all of them resume from.
+            CompressionError: on every rank, if one of them cannot write to the folder; or if replicas of a
+                stage do not share it: only the first of them writes the weights that all of them resume from.
         """
         self.path = path
         self._rank, ranks = dist.get_rank(), dist.get_world_size()
         token = gather_integers(secrets.randbits(62))[0]
         own = path / f".rank-{token:x}-{self._rank}"
-        own.touch()
-        dist.barrier()
+        with self.write("files"):
+            path.mkdir(parents=True, exist_ok=True)
+            own.touch()
         seen = [other for other in range(ranks) if (path / f".rank-{token:x}-{other}").exists()]
         self._owners = gather_integers(seen[0])
         """For each rank, the first rank that sees the same folder."""
@@ -65,10 +67,21 @@ class RunFolder:
 
         A process that reads at the same time gets the old name or the new one.
         """
-        if self.is_owner:
-            new = self.path / f"{name}.new"
-            new.write_text(checkpoint_name(step))
-            new.replace(self.path / name)
+        with self.write(name):
+            if self.is_owner:
+                new = self.path / f"{name}.new"
+                new.write_text(checkpoint_name(step))
+                new.replace(self.path / name)
+
+    @contextmanager
+    def write(self, name: str) -> Iterator[None]:
+        """Have all ranks raise an error of one of them in writing `name`; all of them call this.
+
+        Raises:
+            CompressionError: on every rank, the same line.
+        """
+        with raised_on_all_ranks(), failures_at(f"{NAME}.out: {self.path}: {name} cannot be written"):
+            yield
 
     def find_last_step(self, file: str = "") -> int | None:
         """Return the step of the last complete checkpoint; None if there is none.
@@ -77,10 +90,13 @@ class RunFolder:
             file: that this rank needs from its folder.
 
         Raises:
-            CompressionError: on every rank, if one of them does not find its file.
+            CompressionError: on every rank, if one of them does not find its file, or what `latest` says is
+                no checkpoint.
         """
         # A machine that was stopped before it wrote the name has that checkpoint too, so the largest counts
-        step = max(gather_integers(_read_latest(self.path)))
+        with raised_on_all_ranks():
+            named = read_step(self.path, LATEST)
+        step = max(gather_integers(-1 if named is None else named))
         if step < 0:
             return None
         found = gather_integers((self.path / checkpoint_name(step) / file).exists())
@@ -103,7 +119,7 @@ class RunFolder:
         for source in sorted(set(self._owners) - {0}):
             files = sorted(folder.glob("layer_*")) if self._rank == source else []
             listed = json.dumps([(file.name, file.stat().st_size) for file in files]).encode()
-            listed = _broadcast(listed, gather_integers(len(listed))[source], source)
+            listed = broadcast_bytes(listed, gather_integers(len(listed))[source], source)
             for name, size in json.loads(listed):
                 failure = _try_copy(folder / name, size, source) or failure
         if any(gather_integers(bool(failure))):
@@ -115,18 +131,25 @@ def checkpoint_name(step: int) -> str:
     return f"step{step}"
 
 
-def gather_integers(value: int) -> list[int]:
-    """Return the integers (up to 63 bits) of all ranks, in rank order."""
-    device = get_accelerator().current_device_name()
-    return [int(each) for each in all_gather(torch.tensor([value], dtype=torch.int64, device=device))]
+def read_step(path: Path, name: str) -> int | None:
+    """Return the step of the checkpoint that the file `name` in the folder of a run names; None without it.
 
-
-def _read_latest(path: Path) -> int:
-    """Return the step that this folder's `latest` names; -1 if there is none."""
+    Raises:
+        CompressionError: it names none.
+    """
     try:
-        return int((path / LATEST).read_text().strip().removeprefix("step"))
-    except (OSError, ValueError):
-        return -1
+        data = (path / name).read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CompressionError(f"{path / name} cannot be read: {error.strerror}") from None
+    found = re.fullmatch(rb"step(\d{1,18})\s*", data)
+    if not found:
+        raise CompressionError(
+            f"{path / name}: {shown(data)} is not allowed: should name a checkpoint of the run: write the "
+            "name of the last complete folder beside it (step100) there, or choose a new folder"
+        )
+    return int(found[1])
 
 
 def _try_copy(file: Path, size: int, source: int) -> str:
@@ -144,7 +167,7 @@ def _try_copy(file: Path, size: int, source: int) -> str:
             with file.open("rb") as stored:
                 stored.seek(start)
                 data = stored.read(length)
-        data = _broadcast(data, length, source)
+        data = broadcast_bytes(data, length, source)
         if dist.get_rank() == 0 and not failure:
             try:
                 with part.open("ab" if start else "wb") as written:
@@ -154,14 +177,3 @@ def _try_copy(file: Path, size: int, source: int) -> str:
     if dist.get_rank() == 0 and not failure:
         part.replace(file)
     return failure
-
-
-def _broadcast(data: bytes, size: int, source: int) -> bytes:
-    """Send `size` bytes from rank `source` to all."""
-    device = get_accelerator().current_device_name()
-    if dist.get_rank() == source:
-        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    else:
-        buffer = torch.empty(size, dtype=torch.uint8, device=device)
-    dist.broadcast(buffer, source)
-    return bytes(buffer.cpu().numpy())

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from ds_compress.errors import CompressionError, shown
 from ds_compress.registry.options import Options, Steps, validate
@@ -15,6 +15,16 @@ if TYPE_CHECKING:
 
 NAME = "train.json"
 """Name of the settings in errors, and of their copy in the folder of a run."""
+
+
+def _check_text(text: str) -> str:
+    """Refuse characters that neither a file system nor a tokenizer takes."""
+    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError("is not allowed: should be text without NUL and without half a surrogate pair")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_check_text)]
 
 
 class Lora(Options):
@@ -51,13 +61,13 @@ class Data(Options):
     form of the tokenizer's chat template.
     """
 
-    train: str
+    train: Text
     """A .txt, .json, .jsonl or .parquet file, or the name of a data set for `datasets`."""
-    eval: str | None = None
+    eval: Text | None = None
     """Held-out data, given like `train`; null: the last `eval_share` of `train`."""
     eval_share: float = Field(default=0.05, gt=0, lt=0.5)
     """Share of `train` that is held out if there is no `eval`."""
-    split: str = "train"
+    split: Text = "train"
     """Split of a named data set to read as `train`."""
     documents: Literal["file", "paragraph", "line"] = "paragraph"
     """What a document of a text file is; blank lines separate paragraphs."""
@@ -92,11 +102,11 @@ Length = Annotated[int, Field(ge=8, le=2**20)]
 
 
 class Settings(Options):
-    model: str
+    model: Text
     """Folder of a Transformers checkpoint: config.json and safetensors files."""
-    tokenizer: str | None = None
+    tokenizer: Text | None = None
     """Folder of a tokenizer; null: the model's."""
-    out: str
+    out: Text
     """Folder for checkpoints, losses and a copy of the settings. Machines that do not share it keep the
     checkpoints of their own stages; rank 0's machine gets the weights of all when the run ends."""
     data: Data
@@ -133,7 +143,7 @@ class Settings(Options):
     """Largest number of held-out sequences for the perplexity before and after training."""
     activation_checkpoint_interval: int = Field(default=0, ge=0, le=1000)
     """Layers to recompute together in the backward pass; 0: keep all activations."""
-    prompt: str | None = None
+    prompt: Text | None = None
     """Text that the trained model continues at the end; null: none."""
     seed: int = Field(default=1234, ge=0, lt=2**32)
     """Seed of the order of the data, of adapters and of dropout."""

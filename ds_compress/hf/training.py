@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig, get_scheduler
 
 from ds_compress.errors import CompressionError, failures_at, in_one_line
+from ds_compress.hf.collective import gather_integers, raised_on_all_ranks
 from ds_compress.hf.data import IDS, Sequences
 from ds_compress.hf.input_checks import check_launch, check_length, check_tokens, zero_stage
 from ds_compress.hf.model import load_config, pipeline_module
-from ds_compress.hf.run_folder import BEST, RunFolder, checkpoint_name, gather_integers
+from ds_compress.hf.run_folder import BEST, RunFolder, checkpoint_name
 from ds_compress.hf.settings import NAME, Settings
 from ds_compress.monitor.monitor import record_page, record_results, record_settings
 from ds_compress.monitor.progress import Progress
@@ -42,8 +44,9 @@ class FinetuneRun:
         replicas = check_launch(settings, dist.get_world_size())
         self.folder = RunFolder(Path(settings.out), replicas)
         _check_same_settings(settings)
-        config = load_config(Path(settings.model))
-        check_length(config, settings.lengths[-1])
+        with raised_on_all_ranks():
+            config = load_config(Path(settings.model))
+            check_length(config, settings.lengths[-1])
         self.tokenizer, self.data = self._load_data(config)
         module = pipeline_module(
             settings.model,
@@ -55,11 +58,12 @@ class FinetuneRun:
             activation_checkpoint_interval=settings.activation_checkpoint_interval,
             seed=settings.seed,
         )
-        self.engine, *_ = deepspeed.initialize(
-            model=module,
-            config=complete_ds_config(settings, DTYPES[settings.dtype] or getattr(config, "dtype", None)),
-            model_parameters=[p for p in module.parameters() if p.requires_grad],
-        )
+        with failures_at(f"{NAME}.ds_config"):
+            self.engine, *_ = deepspeed.initialize(
+                model=module,
+                config=complete_ds_config(settings, DTYPES[settings.dtype] or getattr(config, "dtype", None)),
+                model_parameters=[p for p in module.parameters() if p.requires_grad],
+            )
         self._session = getattr(self.engine, "ds_compress", None)  # what compresses; None: the key is absent
         grid = self.engine.grid
         self.replica = grid.get_data_parallel_id(), grid.data_parallel_size
@@ -82,7 +86,7 @@ class FinetuneRun:
     def _load_data(self, config: PretrainedConfig) -> tuple[Any, Sequences]:
         """Load the tokenizer and the sequences, which are equal on all ranks."""
         name = self.settings.tokenizer or self.settings.model
-        with failures_at(f"{NAME}.tokenizer: {name}"):
+        with raised_on_all_ranks(), failures_at(f"{NAME}.tokenizer: {name}"):
             tokenizer = AutoTokenizer.from_pretrained(name)
         data: Sequences = _call_in_turn(lambda: Sequences(self.settings, tokenizer))
         what = f"{NAME}.data: the text, or what the tokenizer makes of it,"
@@ -95,8 +99,9 @@ class FinetuneRun:
 
     def run(self) -> None:
         """Resume if there is a checkpoint, train, and evaluate before and after."""
-        if self.folder.is_owner:
-            (self.folder.path / NAME).write_text(self.settings.model_dump_json(indent=2) + "\n")
+        with self.folder.write(NAME):
+            if self.folder.is_owner:
+                (self.folder.path / NAME).write_text(self.settings.model_dump_json(indent=2) + "\n")
         if not self.folder.is_shared:
             self._say(
                 f"{NAME}.out: the machines do not share {self.folder.path}: each keeps the checkpoints of "
@@ -128,9 +133,7 @@ class FinetuneRun:
         # DeepSpeed lists the files of all stages, which this machine may not have, to read its own of them
         engine._get_all_ckpt_names = lambda *where: [engine._get_ckpt_name(*where)] * engine.mp_world_size
         with failures_at(f"{NAME}.out: {checkpoint_name(step)} cannot be loaded"):
-            _, state = engine.load_checkpoint(
-                root, checkpoint_name(step), load_module_strict=self.settings.lora is None
-            )
+            _, state = engine.load_checkpoint(root, checkpoint_name(step))
         self.evaluations = state.get("evaluations", {})
         if self._best_step == step:  # the run may have been stopped before it wrote the name
             self.folder.name_complete(step, BEST)
@@ -204,9 +207,10 @@ class FinetuneRun:
 
     def _record(self, step: int, loss: float) -> None:
         """Append a line to losses.jsonl."""
+        file = self.folder.path / "losses.jsonl"
         if self.is_first:
-            with open(self.folder.path / "losses.jsonl", "a") as file:
-                print(json.dumps({"step": step, "loss": loss}), file=file)
+            with failures_at(f"{NAME}.out: {file} cannot be written"), file.open("a") as lines:
+                print(json.dumps({"step": step, "loss": loss}), file=lines)
 
     def _save(self) -> None:
         """Save a checkpoint, and name it once every rank has written its part.
@@ -214,14 +218,40 @@ class FinetuneRun:
         DeepSpeed's own `save_latest` names it once rank 0 has, so a run killed then could not be resumed.
         """
         step = self.engine.global_steps
-        self.engine.save_checkpoint(
-            str(self.folder.path),
-            checkpoint_name(step),
-            client_state={"evaluations": self.evaluations},
-            save_latest=False,
-            exclude_frozen_parameters=self.settings.lora is not None,
-        )
+        with self._write_to_the_end(checkpoint_name(step)):
+            self.engine.save_checkpoint(
+                str(self.folder.path),
+                checkpoint_name(step),
+                client_state={"evaluations": self.evaluations},
+                save_latest=False,
+                exclude_frozen_parameters=self.settings.lora is not None,
+            )
         self.folder.name_complete(step)
+
+    @contextmanager
+    def _write_to_the_end(self, name: str) -> Iterator[None]:
+        """Take part in saving the checkpoint `name`, in which others wait, even if this rank cannot write.
+
+        Raises:
+            CompressionError: on every rank, if one of them could not write a file.
+        """
+        writer, failures = self.engine.checkpoint_engine, list[Exception]()
+        write = writer.save
+
+        def save(state_dict: Any, path: Any) -> None:
+            try:
+                write(state_dict, path)
+            except (OSError, RuntimeError) as error:  # torch raises either
+                failures.append(error)
+
+        writer.save = save
+        try:
+            yield
+        finally:
+            writer.save = write
+        with self.folder.write(name):
+            for failure in failures:
+                raise failure
 
     def perplexity(self) -> float:
         """Return exp of the mean loss of the held-out sequences, on every rank."""
@@ -365,14 +395,9 @@ def _check_same(what: str, data: Any) -> None:
 def _call_in_turn(load: Callable[[], Any]) -> Any:
     """Call `load` on the first process of each machine, then on the others, which find its cached files."""
     is_first = int(os.environ["LOCAL_RANK"]) == 0
-    failure: CompressionError | None = None
     loaded = None
     for turn in (True, False):
-        if is_first is turn:
-            try:
+        with raised_on_all_ranks():
+            if is_first is turn:
                 loaded = load()
-            except CompressionError as error:
-                failure = error
-        if any(gather_integers(failure is not None)):
-            raise failure or CompressionError("data: another rank could not read it")
     return loaded

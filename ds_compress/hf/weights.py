@@ -19,7 +19,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging as transformers_logging
 
-from ds_compress.errors import CompressionError
+from ds_compress.errors import CompressionError, failures_at
 from ds_compress.hf.quantized import finish_quantization
 
 INDEX = "model.safetensors.index.json"
@@ -30,11 +30,13 @@ def list_files(checkpoint: Path) -> list[Path]:
     """Return the safetensors files of a checkpoint.
 
     Raises:
-        CompressionError: it has none, or a file that its index names is missing.
+        CompressionError: it has none, a file that its index names is missing, or the index is damaged.
     """
     index = checkpoint / INDEX
     if index.exists():
-        found = sorted({checkpoint / name for name in json.loads(index.read_text())["weight_map"].values()})
+        with failures_at(f"{index} is damaged"):
+            names = json.loads(index.read_text())["weight_map"].values()
+            found = sorted({checkpoint / name for name in names})
     else:
         found = [checkpoint / SINGLE]
     for file in found:
@@ -48,12 +50,17 @@ def list_files(checkpoint: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def open_slices(checkpoint: Path) -> Iterator[dict[str, Any]]:
-    """Open every tensor of a checkpoint, by its name on disk, without reading it."""
+    """Open every tensor of a checkpoint, by its name on disk, without reading it.
+
+    Raises:
+        CompressionError: a file is missing, or no whole safetensors file.
+    """
     with contextlib.ExitStack() as stack:
         found = {}
         for file in list_files(checkpoint):
-            opened = stack.enter_context(safe_open(file, framework="pt"))
-            found.update({name: opened.get_slice(name) for name in opened.keys()})  # noqa: SIM118
+            with failures_at(f"{file} is no whole safetensors file"):
+                opened = stack.enter_context(safe_open(file, framework="pt"))
+                found.update({name: opened.get_slice(name) for name in opened.keys()})  # noqa: SIM118
         yield found
 
 

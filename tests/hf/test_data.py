@@ -80,10 +80,58 @@ def test_a_template_that_rewrites_what_came_before_is_refused():
 
 
 def test_a_record_of_no_known_kind_is_refused():
-    with pytest.raises(CompressionError, match=r"^here: record 0 has \['body'\]; should have text, prompt"):
+    with pytest.raises(CompressionError, match=r"^here: record 0: has \['body'\]; should have text, prompt"):
         list(tokenize([{"body": "the cat"}], tokenizer(), "here"))
     with pytest.raises(CompressionError, match=r"messages; pairs for preference training \(DPO\) are not"):
         list(tokenize([{"prompt": "the", "chosen": "cat", "rejected": "dog"}], tokenizer(), "here"))
+
+
+def said(*content):
+    return {"messages": [{"role": "user", "content": each} for each in content]}
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"messages": "the cat"}, "messages: 'the cat' is not allowed: should be a list of {role, content}"),
+        (
+            {"messages": ["the cat"]},
+            "messages: 'the cat' is not allowed: should be a list of {role, content}",
+        ),
+        ({"messages": None}, "messages: null is not allowed: should be a list of {role, content}"),
+        ({"messages": [{"content": "the cat"}]}, "message 0: role: null is not allowed: should be text"),
+        (said("a", None), "message 1: content: null is not allowed: should be text"),
+        (said([{"type": "text", "text": "a"}]), "message 0: content: [{'type': 'text', 'text': 'a'}] is not"),
+        (said(5), "message 0: content: 5 is not allowed: should be text"),
+        ({"prompt": "the cat", "completion": None}, "completion: null is not allowed: should be text"),
+        ({"text": None}, "text: null is not allowed: should be text"),
+        ({"text": "\ud800"}, "cannot be tokenized: TypeError: "),
+    ],
+)
+def test_a_value_of_another_type_is_named(record, expected):
+    """They were tracebacks of Transformers; null and lists were learned as Python prints them."""
+    with pytest.raises(CompressionError) as error:
+        list(tokenize([{"text": "the cat"}, record], tokenizer(), "here"))
+    assert str(error.value).startswith(f"here: record 1: {expected}")
+
+
+def test_keys_of_other_records_may_be_null():
+    """`datasets` gives every record the keys of all."""
+    assert one({"text": None, "prompt": "the", "completion": "cat", "messages": None})[1] == "cat </s>"
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "look"}]}
+    (document,) = tokenize([{"messages": [*said("the cat")["messages"], call]}], tokenizer(), "here")
+    assert words(document)[1]
+
+
+@pytest.mark.parametrize(
+    "template", ["{% for m in %}", "{{ messages[0].a.b }}", "{{ raise_exception('no') }}"]
+)
+def test_a_template_that_fails_is_named(template):
+    """It was a traceback of Jinja."""
+    known = tokenizer()
+    known.chat_template = template
+    with pytest.raises(CompressionError, match=r"^here: record 0: cannot be tokenized: \w+Error: "):
+        list(tokenize([said("a cat")], known, "here"))
 
 
 def test_text_files_are_cut_where_it_is_said():
@@ -156,13 +204,15 @@ def test_files_of_records_are_read(tmp_path, kind):
     [
         ("missing.jsonl", None, "missing.jsonl' cannot be read: "),
         ("damaged.jsonl", "{", "damaged.jsonl' cannot be read: "),
+        ("latin.txt", b"a caf\xe9", "latin.txt' cannot be read: UnicodeDecodeError: 'utf-8' codec"),
+        ("latin.jsonl", b'{"text": "a caf\xe9"}', "latin.jsonl cannot be read: UnicodeDecodeError: 'utf-8'"),
         ("short.txt", "the cat", "data: too little text: no train sequence of 32 tokens; give more text"),
     ],
 )
 def test_data_that_cannot_be_used_are_refused(tmp_path, monkeypatch, name, text, expected):
     monkeypatch.chdir(tmp_path)  # an error quotes a long path in part
     if text is not None:
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     settings = read_settings(prepare(tmp_path, data={"train": name}))
     with pytest.raises(CompressionError) as error:
         Sequences(settings, tokenizer())

@@ -5,11 +5,13 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch import distributed
 from transformers import AutoTokenizer
 
@@ -70,6 +72,27 @@ REFUSED = {
         "train.json.ds_config.zero_optimization.stage: 2 is not allowed: DeepSpeed's pipelines support 0",
     ),
     "fp16 without loss scaling": ({"dtype": "fp16", "lora": None}, 'train.json.dtype: "fp16" needs "fp16": '),
+    # Trainer's word for a number that it works out; DeepSpeed compared it with integers
+    "a batch size that Trainer would set": (
+        {"ds_config": {**DS_CONFIG, "train_micro_batch_size_per_gpu": "auto"}},
+        "train.json.ds_config.train_micro_batch_size_per_gpu: 'auto' is not allowed: should be 1 or more",
+    ),
+    "a rate that Trainer would set": (
+        {"ds_config": {**DS_CONFIG, "optimizer": {"type": "Adam", "params": {"lr": "auto"}}}},
+        "train.json.ds_config.optimizer.params.lr: 'auto' is not allowed: Trainer and accelerate would put",
+    ),
+    "an optimizer that nobody has": (
+        {"ds_config": {**DS_CONFIG, "optimizer": {"type": "AdamX"}}},
+        "train.json.ds_config.optimizer.type: 'AdamX' is not allowed (did you mean 'Adam'?): should be",
+    ),
+    "no optimizer": (
+        {"ds_config": {**DS_CONFIG, "optimizer": None}},
+        "train.json.ds_config.optimizer.type: None is not allowed",
+    ),
+    "a parameter that the optimizer does not have": (
+        {"ds_config": {**DS_CONFIG, "optimizer": {"type": "SGD", "params": {"lr": 1e-3, "beta": 1}}}},
+        "train.json.ds_config: TypeError: SGD.__init__() got an unexpected keyword argument 'beta'",
+    ),
     "an early stop without evaluations": (
         {"early_stop": 2},
         "train.json.early_stop: counts evaluations, but eval_every is 0; set both",
@@ -87,6 +110,54 @@ REFUSED = {
 @pytest.mark.parametrize("changes, line", REFUSED.values(), ids=REFUSED)
 def test_refusals(path, changes, line):
     assert refusal(path, **changes).startswith(line)
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def make_folder(file):
+    file.unlink()
+    file.mkdir()
+
+
+def write_index(file):
+    file.with_name("model.safetensors.index.json").write_text('{"weights": {}}')
+
+
+DAMAGES = {
+    "empty": lambda file: file.write_bytes(b""),
+    "cut": cut,
+    "random bytes": lambda file: file.write_bytes(bytes(range(256)) * 20),
+    "a folder": make_folder,
+    "a pickle": lambda file: torch.save({"weight": torch.ones(3)}, file),
+    "another index": write_index,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_weights_that_are_damaged(path, tmp_path, damage):
+    """Each was a traceback of safetensors, once the data had been read."""
+    model = shutil.copytree(path.parent / "model", tmp_path / "model")
+    damage(model / "model.safetensors")
+    line = refusal(path, model=str(model))
+    assert re.match(
+        rf"{model}/model.safetensors(.index.json is damaged: KeyError| is no whole safetensors file: )", line
+    )
+
+
+def test_what_one_rank_refuses_is_said_by_the_others(path, tmp_path):
+    """They printed gloo's "Connection closed by peer", or waited."""
+    model = shutil.copytree(path.parent / "model", tmp_path / "model")
+    cut(model / "model.safetensors")
+    first, second = run_ranks(2, refused_on_rank, path, {"model": str(model)})
+    assert second.startswith(f"{model}/model.safetensors is no whole safetensors file: ")
+    assert first == f"{second} [rank 1]"
+    (tmp_path / "text.txt").write_bytes(b"\xff" * 999)
+    data = {"train": str(tmp_path / "text.txt")}
+    first, second = run_ranks(2, refused_on_rank, path, {"data": data}, 0)
+    assert re.match(r"data: '.* cannot be read: UnicodeDecodeError: ", first)
+    assert second == f"{first} [rank 0]"
 
 
 def test_tokens_of_another_vocabulary(path, tmp_path):
@@ -120,18 +191,18 @@ def test_more_stages_than_processes(path):
 
 def test_machines_with_other_settings_or_other_text(path, tmp_path):
     """Other numbers of steps would hang ranks; labels of another text would be learned."""
-    assert run_ranks(2, refused_on_rank_1, path, {"steps": 7}) == 2 * [
+    assert run_ranks(2, refused_on_rank, path, {"steps": 7}) == 2 * [
         "train.json.steps differs between ranks 0 and 1; should be equal on all machines"
     ]
     (tmp_path / "text.txt").write_text(text(121))
-    first, second = run_ranks(2, refused_on_rank_1, path, {"data": {"train": str(tmp_path / "text.txt")}})
+    first, second = run_ranks(2, refused_on_rank, path, {"data": {"train": str(tmp_path / "text.txt")}})
     assert first == second
     assert first.startswith("train.json.data: the text, or what the tokenizer makes of it, differs between")
 
 
-def refused_on_rank_1(path, changes):
-    """What this rank says if rank 1 has other settings."""
-    settings = json.loads(path.read_text()) | (changes if distributed.get_rank() else {})
+def refused_on_rank(path, changes, other=1):
+    """What this rank says if rank `other` has other settings."""
+    settings = json.loads(path.read_text()) | (changes if distributed.get_rank() == other else {})
     own = path.parent / f"rank{distributed.get_rank()}.json"
     own.write_text(json.dumps(settings))
     (path.parent / "out").mkdir(exist_ok=True)
@@ -169,6 +240,8 @@ def test_what_is_left_out_has_a_default(tmp_path):
         ({"lora": {"r": 0}}, "train.json.lora.r: 0 is not allowed: should be greater than or equal to 1"),
         ({"data": {}}, "train.json.data.train: missing"),
         ({"sequence_length": []}, "train.json.sequence_length: [] is not allowed: List should have at"),
+        ({"out": "a\0b"}, "train.json.out: 'a\\x00b' is not allowed: should be text without NUL"),
+        ({"prompt": "a \ud800"}, "train.json.prompt: 'a \\ud800' is not allowed: should be text without"),
         ({"steps": "ten"}, "train.json.steps: 'ten' is not allowed: should be a valid integer"),
         ({"dtype": "bf61"}, "train.json.dtype: 'bf61' is not allowed (did you mean 'bf16'?)"),
         (

@@ -1,5 +1,7 @@
 """Checkpoints of machines without a shared folder, and of ranks of which one is slow: nothing is lost."""
 
+import re
+import resource
 import shutil
 import time
 
@@ -12,7 +14,7 @@ from ds_compress.hf.merge import merge
 from ds_compress.hf.run_folder import RunFolder
 from ds_compress.hf.settings import read_settings
 from ds_compress.hf.training import FinetuneRun
-from tests.support.finetuning import BLOCK, losses, perplexity, prepare
+from tests.support.finetuning import BLOCK, DS_CONFIG, losses, perplexity, prepare
 from tests.support.ranks import run_ranks
 
 
@@ -122,6 +124,67 @@ def test_weights_that_cannot_be_written_are_said_on_every_rank(tmp_path):
     first, second = run_ranks(2, full_disk, tmp_path)
     assert first.endswith("layer_03-model_states.pt.part cannot be written: Is a directory")
     assert second == "train.json.out: rank 0 could not write the weights"
+
+
+def allow_files_up_to(size):
+    """Have this process fail to write beyond, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def fill_disk(path, size, before_start):
+    """What a rank says if rank 1 can write files of `size` bytes; its machine has a cache of the data."""
+    out = machine(path.parent)
+    out.mkdir(exist_ok=True)
+    settings = read_settings(path).model_copy(update={"out": str(out)})
+    limited = distributed.get_rank() == 1
+    try:
+        with pytest.raises(CompressionError) as caught:
+            if limited and before_start:
+                allow_files_up_to(size)
+            run = FinetuneRun(settings)
+            if limited:
+                allow_files_up_to(size)
+            run.run()
+    finally:
+        allow_files_up_to(resource.RLIM_INFINITY)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("block", "size", "before_start", "expected"),
+    [
+        (BLOCK, 500, True, "-tokens.npy cannot be written: OSError: "),
+        (BLOCK, 500, False, ": train.json cannot be written: OSError: "),
+        (BLOCK, 4_000, False, ": step1 cannot be written: "),
+        (None, 4_000, False, ": step1 cannot be written: "),
+    ],
+    ids=["data", "settings", "checkpoint", "checkpoint of DeepSpeed alone"],
+)
+def test_a_full_disk_of_one_machine_is_said_on_every_rank(tmp_path, block, size, before_start, expected):
+    """That rank ended with a traceback of NumPy or torch, the others with one of gloo."""
+    config = {**DS_CONFIG, "ds_compress": block} if block else DS_CONFIG
+    path = prepare(tmp_path, steps=1, ds_config=config)
+    first, second = run_ranks(2, fill_disk, path, size, before_start)
+    assert expected in second
+    assert first == f"{second} [rank 1]"
+
+
+def resume_from(folder, content):
+    path = machine(folder)
+    path.mkdir()
+    (path / "latest").write_bytes(content if distributed.get_rank() else b"step4")
+    with pytest.raises(CompressionError) as caught:
+        RunFolder(path, 1).find_last_step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"step", b"step4\0", b"../step4"])
+def test_a_latest_that_names_no_checkpoint_is_refused(tmp_path, content):
+    """The run began again from the first step, and overwrote its checkpoints."""
+    first, second = run_ranks(2, resume_from, tmp_path, content)
+    assert re.match(rf"{tmp_path}/machine1/latest: b'.*' is not allowed: should name a checkpoint", second)
+    assert first == f"{second} [rank 1]"
 
 
 def saved(path):

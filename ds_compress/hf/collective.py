@@ -1,0 +1,53 @@
+"""Collectives of a run beside DeepSpeed's: integers, bytes, and an error raised on all ranks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+
+from ds_compress.errors import CompressionError, in_one_line
+from ds_compress.runtime.stage_profile import all_gather
+
+
+def gather_integers(value: int) -> list[int]:
+    """Return the integers (up to 63 bits) of all ranks, in rank order."""
+    device = get_accelerator().current_device_name()
+    return [int(each) for each in all_gather(torch.tensor([value], dtype=torch.int64, device=device))]
+
+
+def broadcast_bytes(data: bytes, size: int, source: int) -> bytes:
+    """Send `size` bytes, 1 at least, from rank `source` to all."""
+    device = get_accelerator().current_device_name()
+    if dist.get_rank() == source:
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    else:
+        buffer = torch.empty(size, dtype=torch.uint8, device=device)
+    dist.broadcast(buffer, source)
+    return bytes(buffer.cpu().numpy())
+
+
+@contextmanager
+def raised_on_all_ranks() -> Iterator[None]:
+    """Raise an error of one rank on every rank; all of them enter, and leave, together.
+
+    Without it the others would wait in the next collective, and blame the network when that rank has ended.
+    The body has no collective of its own: a rank that fails would miss it.
+
+    Raises:
+        CompressionError: another rank has failed: its line, and its number. A rank that failed itself raises
+            its own error.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    line = str(failure) if isinstance(failure, CompressionError) else failure and in_one_line(failure)
+    data = (line or "").encode(errors="replace")
+    sizes = gather_integers(len(data))
+    first = next((rank for rank, size in enumerate(sizes) if size), None)
+    if first is not None:
+        said = broadcast_bytes(data, sizes[first], first)
+        raise failure or CompressionError(f"{said.decode()} [rank {first}]")

@@ -1,0 +1,106 @@
+"""Runs that `merge`, or a run that goes on, would take for something else are refused in one line."""
+
+import json
+import resource
+import shutil
+
+import pytest
+
+from ds_compress.cli import main
+from ds_compress.errors import CompressionError
+from ds_compress.hf.settings import read_settings
+from ds_compress.hf.training import FinetuneRun
+from tests.support.finetuning import plain_run
+from tests.support.ranks import run_ranks
+
+
+@pytest.fixture
+def out(tmp_path):
+    """A copy of the folder of a finished run, which trained adapters of all linear layers with r 8."""
+    return shutil.copytree(plain_run().parent / "out", tmp_path / "out")
+
+
+def refusal(out, capsys):
+    """What `merge` says."""
+    assert main(["merge", str(out), "--to", str(out.parent / "merged")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def change(run, **changes):
+    path = run / "train.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return path
+
+
+OTHERS = {
+    "fewer modules": (
+        {"lora": {"r": 8, "target_modules": ["q_proj", "v_proj"]}},
+        "layer 0: the checkpoint also trained ['down_proj', 'gate_proj', 'k_proj', 'o_proj', 'up_proj']",
+    ),
+    "another rank": (
+        {"lora": {"r": 4}},
+        "layer 0: the checkpoint has another shape of ['down_proj', 'gate_proj', 'k_proj', ",
+    ),
+    "no adapters": (
+        {"lora": None},
+        "embedding: the checkpoint does not have ['model.model.embed_tokens.weight']; should be the",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "expected"), OTHERS.values(), ids=OTHERS)
+def test_other_adapters_than_those_of_the_checkpoint(out, capsys, changes, expected):
+    """With fewer modules the other adapters were dropped, and the exit code was 0."""
+    change(out, **changes)
+    assert f"-model_states.pt: lora: {expected}" in refusal(out, capsys)
+
+
+def test_a_run_goes_on_with_the_adapters_that_it_has(out):
+    """Others were dropped, and new ones began with random weights."""
+    path = change(out, lora={"r": 8, "target_modules": ["q_proj", "v_proj"]}, out=str(out), steps=8)
+    first, second = run_ranks(2, resume, path)
+    assert first.startswith("lora: layer 0: the checkpoint also trained ['down_proj', ")
+    assert second.startswith("lora: layer 1: the checkpoint also trained ['down_proj', ")
+
+
+def resume(path):
+    run = FinetuneRun(read_settings(path))
+    with pytest.raises(CompressionError) as caught:
+        run.resume()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"../step6", b"step6\0"])
+def test_a_latest_that_names_no_checkpoint(out, capsys, content):
+    """It was a traceback, or a layer was said to be missing."""
+    (out / "latest").write_bytes(content)
+    assert "latest: b'" in refusal(out, capsys)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04 no pickle", b"PK\x03\x04 no archive"])
+def test_a_layer_that_is_damaged(out, capsys, content):
+    file = next((out / "step6").glob("layer_02-*"))
+    file.write_bytes(content)
+    assert refusal(out, capsys).startswith(f"{file}: damaged: ")
+
+
+def test_a_full_disk(out):
+    """It was a traceback of safetensors."""
+    for size in (100, 4_000, 10_000):
+        ((code, line),) = run_ranks(1, merge_with_limit, out, size)
+        assert code == 2
+        assert line.startswith(f"--to {out.parent / str(size)}: cannot be written: ")
+
+
+def merge_with_limit(out, size):
+    from ds_compress.hf.merge import merge
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    try:
+        merge(out, out.parent / str(size))
+        return 0, ""
+    except CompressionError as error:
+        return 2, str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
