@@ -92,8 +92,8 @@ class GuardOptions(Options):
     """Largest change of the loss by compression, as a share of the uncompressed loss. A higher loss means
     that compression hurts; a lower one, that the model now depends on it and loses when evaluated without."""
     loss_floor: float = Field(default=0.001, ge=0, le=1e9)
-    """Change of the loss, in its own unit, that is allowed whatever `loss` says: any share of a loss near
-    zero is nothing."""
+    """Change of the loss, as a share of the loss of the first step, that is allowed whatever `loss` says: any
+    share of a loss near zero is nothing."""
     error: float = Field(default=0.5, gt=0, le=1e9)
     """Largest token error of an activation, the root of the mean over tokens of the squared relative error of
     a token, in steps that the guard checks or the monitor measures. Beyond it one warning is logged per

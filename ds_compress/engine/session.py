@@ -197,7 +197,7 @@ class Session:
                 guard.check_limits(engine, self.monitor.message_quality())
             if guard.due:
                 guard.check_loss(engine)
-            guard.end_step()
+            guard.end_step(getattr(engine, "agg_train_loss", None))
 
     @contextmanager
     def running(self, asked: Any) -> Iterator[Any]:
@@ -268,6 +268,7 @@ class Session:
         resumed = self.reconfigurator.resume(changed_settings)
         measured = {key: values for key, values in own_measurements.items() if "/" in key}
         self.monitor.resume(measured if resumed else {})
+        self.guard.resume(changed_settings.get("guard", {}) if resumed else {})
         if resumed:
             self.policy.resume(
                 changed_settings["policy"],
@@ -287,7 +288,12 @@ class Session:
     def changed_settings(self) -> dict[str, Any]:
         """Return the settings after all changes, for a checkpoint: the same on every rank."""
         between = {"replica_policy": self.replica_policy.state()} if self.replica_policy is not None else {}
-        return {**self.reconfigurator.state(), "policy": self.policy.state(), **between}
+        return {
+            **self.reconfigurator.state(),
+            "policy": self.policy.state(),
+            "guard": self.guard.state(),
+            **between,
+        }
 
     def tracked(self) -> DependencyTracker | None:
         """Return a context for instructions that compute what is sent, as long as a boundary needs it."""

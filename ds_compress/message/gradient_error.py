@@ -14,12 +14,17 @@ Each message is cut into parts. Let g and e be the sums of gradient and error ov
 
 Where gradients add up to nearly 0 over a message, as behind batch normalization, sums say nothing about the
 weights before it: bias is then relative to the parts, each by itself, and total is the error of the parts.
+A codec that shrinks every gradient, or loses it, has no bias of sums there, yet no weight learns. So bias is
+at least the share of the parts that does not arrive:
+
+    lost    = |sum <e, g>| / sum |g|^2                            over the n parts of all messages
 
 A token whose gradient is more than `LARGEST_TOKEN` times that of the median token is scaled down to
 that: sums would else say nothing of the others. Behind an RMSNorm, gradients of single tokens explode so.
 
-Products of errors of different parts estimate the square of the systematic error: for an unbiased codec their
-expectation is 0. Their sum counts as bias if it exceeds 0 by more than two standard deviations.
+Products of errors of different parts estimate the square of the systematic error, products of error and
+gradient the share that is lost: for an unbiased codec their expectation is 0. Their sums count as bias if
+they differ from 0 by more than two standard deviations.
 """
 
 import math
@@ -84,6 +89,9 @@ class GradientError:
         common = torch.where(common > 2 * products.square().sum().mul(2).sqrt(), common, 0.0) * n / (n - 1)
         alone = gradient.square().sum()  # energy of the parts, each by itself
         bias = common / torch.maximum(gradient.sum((0, 1)).square().sum(), alone)
+        lost = (error * gradient).sum(-1)  # by part
+        is_lost = lost.sum().abs() > 2 * lost.square().sum().sqrt()
+        bias = torch.maximum(bias, torch.where(is_lost, lost.sum() / alone, 0.0).square())
         whole, lost = gradient.sum(1).square().sum(), error.sum(1).square().sum()
         total = torch.where(whole > alone, lost / whole, error.square().sum() / alone)
         return bias.sqrt().item(), total.sqrt().item()

@@ -53,6 +53,7 @@ class Guard:
         self._rank = rank
         self._boundaries = boundaries
         self._has_warned = False
+        self._first_loss: float | None = None  # of training; None until a step had a finite one
         self._loads_itself = False  # whether the program loads its micro-batches
         self.follow()
 
@@ -69,10 +70,22 @@ class Guard:
         self.due = self._on and not self._loads_itself and self.compares_losses(step)
         self.batches = deque(maxlen=count)
 
-    def end_step(self) -> None:
-        """Forget the micro-batches of the step."""
+    def end_step(self, loss: object) -> None:
+        """Forget the micro-batches of the step; `loss`: its mean over all of them, the same on every rank."""
         self.due = False
         self.batches.clear()
+        if self._on and self._first_loss is None and torch.is_tensor(loss) and loss.numel() == 1:
+            first = abs(float(loss.float()))  # the last stage may have a finer dtype than the others
+            self._first_loss = first if math.isfinite(first) else None
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, as JSON types, the same on every rank."""
+        return {"first_loss": self._first_loss}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state` of a checkpoint; without one the next step is the first."""
+        first = state.get("first_loss")
+        self._first_loss = first if type(first) is float and math.isfinite(first) else None
 
     def compares_losses(self, step: int) -> bool:
         """Return whether the guard compares losses after that step."""
@@ -124,7 +137,11 @@ class Guard:
             return torch.stack([loss.detach().float().reshape(()) for loss in losses]).mean()
 
     def _judge(self, engine: Any, compressed: float, plain: float) -> None:
-        cost, most = compressed - plain, max(self._options.loss * abs(plain), self._options.loss_floor)
+        first = abs(plain) if self._first_loss is None else self._first_loss
+        cost, most = (
+            compressed - plain,
+            max(self._options.loss * abs(plain), self._options.loss_floor * first),
+        )
         if -most <= cost <= most:
             return
         codecs = dict.fromkeys(str(self._config.codecs(number).forward) for number in range(self._boundaries))

@@ -1,7 +1,9 @@
 """The guard measures what compression adds to the loss, says so once, and leaves training as it is."""
 
 import itertools
+import json
 import logging
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +14,17 @@ from ds_compress.config import Config
 from ds_compress.config.block import FIRST_CHECK
 from ds_compress.errors import CompressionError
 from ds_compress.runtime.guard import Guard, evaluation_mode
-from tests.support.pipeline import Block, batches, build, ds_config, same_weights, skip_steps, train, weights
+from tests.support.pipeline import (
+    WIDTH,
+    Block,
+    batches,
+    build,
+    ds_config,
+    same_weights,
+    skip_steps,
+    train,
+    weights,
+)
 from tests.support.ranks import run_ranks
 
 COARSE = {"codec": {"name": "topk", "density": 0.02}}
@@ -25,12 +37,14 @@ def block(forward, backward=None, **guard):
     return {"forward": forward, "backward": backward or {"codec": "bf16"}, "min_numel": 0, "guard": guard}
 
 
-def trained(stages, config, steps=3, specs=None, evaluate=False, engine_of=None, watched=True, data=None):
+def trained(
+    stages, config, steps=3, specs=None, evaluate=False, engine_of=None, watched=True, data=None, options=None
+):
     """Losses of training, what the guard measured and said, and what is left on the engine."""
     logged, events, logger = [], [], logging.getLogger("ds_compress")
     logger.setLevel(logging.INFO)
     logger.addFilter(lambda record: logged.append((record.levelname, record.getMessage())) or True)
-    engine = build(stages, config, specs)
+    engine = build(stages, config, specs, **options or {})
     if engine_of:
         engine_of(engine)
     engine.monitor = SimpleNamespace(enabled=watched, write_events=events.extend, tb_monitor=None)
@@ -190,29 +204,44 @@ def test_training_in_bf16_goes_on_as_without_it():
         assert same_weights(watched["weights"], alone["weights"])
 
 
-class NearlyIdentity(Block):
-    """Hands on almost what came in."""
+class Shift(nn.Module):
+    """Adds what it has learned."""
 
     def __init__(self):
         super().__init__()
-        nn.init.normal_(self.down.weight, std=1e-4)
-        nn.init.zeros_(self.down.bias)
+        self.bias = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return x + self.bias
 
 
-def near_zero(codec, floor):
-    """Train a model that is to hand on its input."""
+def near_zero(codec, floor, unit):
+    """Train a model that learns to hand on its input; `unit`: factor of its loss."""
     settings = block({"codec": codec}, {"codec": codec}, every=10, action="stop", **floor)
-    data, specs = ((x, x) for x, _ in batches()), [NearlyIdentity() for _ in range(4)]
-    return trained(2, ds_config(settings), 30, specs, data=data)
+    changes = {"optimizer": {"type": "SGD", "params": {"lr": 1.0 / unit}}}
+    data, specs = ((x, x) for x, _ in batches()), [Shift() for _ in range(4)]
+    scaled = {"loss_fn": lambda output, target: unit * nn.functional.mse_loss(output, target)}
+    return trained(2, ds_config(settings, **changes), 30, specs, data=data, options=scaled)
 
 
+@pytest.mark.parametrize("unit", [1.0, 1e6])
 @pytest.mark.parametrize("codec", ["bf16", {"name": "quantize", "bits": 8}])
-def test_a_run_near_zero_loss_is_not_stopped(codec):
-    """Of a loss of 1e-5 any rounding is more than 5 %: such runs ended."""
-    found = run_ranks(2, near_zero, codec, {})[0]
-    loss, cost = found["losses"][-1], found["cost"][-1]
-    assert found["error"] == "" and 0 < loss < 6e-4 and cost > 0.05 * (loss - cost)
-    assert "it hurts" in run_ranks(2, near_zero, codec, {"loss_floor": 0.0})[0]["error"]
+def test_a_run_near_zero_loss_is_not_stopped(codec, unit):
+    """Of a loss of 1e-5 any rounding is more than 5 %: such runs ended, later in another unit."""
+    found = run_ranks(2, near_zero, codec, {}, unit)[0]
+    first, loss, cost = found["losses"][0], found["losses"][-1], found["cost"][-1]
+    assert found["error"] == "" and 0 < loss < 1e-3 * first and cost > 0.05 * (loss - cost)
+    assert "it hurts" in run_ranks(2, near_zero, codec, {"loss_floor": 0.0}, unit)[0]["error"]
+
+
+def test_a_resumed_run_knows_its_first_loss():
+    guard, resumed = (Guard(Config({"forward": FINE}), 0, 1) for _ in range(2))
+    for loss in (math.nan, 8.0, 1.0):
+        guard.end_step(torch.tensor(loss))
+    resumed.resume(json.loads(json.dumps(guard.state())))
+    assert resumed.state() == guard.state() == {"first_loss": 8.0}
+    resumed.resume({"first_loss": "x"})
+    assert resumed.state() == {"first_loss": None}
 
 
 STOPS = {
