@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from ds_compress.errors import CompressionError
 from ds_compress.replicas.exchange import Exchange
@@ -41,6 +42,7 @@ class EarlyBuckets:
         self._exchange = exchange
         self._take = take
         self._buckets = list[dict[int, Tensor]]()
+        self._hooks = list[RemovableHandle]()
         self._passes = 0  # backward passes of the step; 0: nothing is sent
         self._ended = 0  # those that are over
         self._factor, self._step = 1.0, 0
@@ -58,11 +60,19 @@ class EarlyBuckets:
                 left = bucket_bytes
             self._buckets[-1][number] = parameter
             left -= nbytes
-            parameter.register_post_accumulate_grad_hook(partial(self._count, number))
 
     def begin_step(self, passes: int, factor: float, step: int) -> None:
         """Prepare a step of so many backward passes; 0: nothing is sent in it. Others: see `Exchange`."""
         self._passes, self._factor, self._step = passes, factor, step
+        for hook in self._hooks:
+            hook.remove()
+        # behind all other hooks of a parameter, which may change its gradient
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._count, number))
+            for bucket in self._buckets
+            for number, parameter in bucket.items()
+            if parameter.requires_grad
+        ]
         self._counts.clear()
         self._ended, self._sent = 0, set()
         self.started = 0

@@ -167,3 +167,33 @@ def sends_early(config):
 def test_experts_exchange_tokens_before_gradients_leave():
     block = {"replicas": {"codec": {"name": "quantize", "bits": 4}}}
     assert run_ranks(2, sends_early, ds_config(block, replicas=2)) == [False, False]
+
+
+def halve(parameter):
+    parameter.grad.mul_(0.5)
+
+
+def steps_with_hooks(config):
+    engine = build(1, config, [LayerSpec(Block, WIDTH) for _ in range(4)])
+    for parameter in engine.module.parameters():
+        parameter.register_post_accumulate_grad_hook(halve)
+    dtype = next(engine.module.parameters()).dtype
+    data, digests = batches(engine.grid.get_data_parallel_id(), dtype, (8, WIDTH)), []
+    for _ in range(3):
+        engine.train_batch(data)
+        digests.append(digest(engine))
+    return digests, engine.ds_compress.gradients.early.started if config["ds_compress"]["replicas"][
+        "overlap"
+    ] else 0
+
+
+@pytest.mark.parametrize("changes", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_gradients_leave_after_the_hooks_of_a_program(changes):
+    """Made after `initialize`: in bf16 they found no gradient and raised, in fp32 that of a parameter that
+    completes a bucket was ignored."""
+    found = []
+    for overlap in (True, False):
+        block = {"codec": {"name": "quantize", "bits": 4}, "bucket_mb": 1, "overlap": overlap}
+        found.append(run_ranks(2, steps_with_hooks, ds_config({"replicas": block}, replicas=2, **changes)))
+    assert digests_of(found[0]) == digests_of(found[1])
+    assert [started for _, started in found[0]] == [3, 3]
