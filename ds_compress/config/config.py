@@ -19,7 +19,7 @@ from ds_compress.config.policies import POLICIES
 from ds_compress.config.policies.ladder import check as check_ladders
 from ds_compress.config.policies.ladder import replica_ladder
 from ds_compress.config.recipes import with_changes, with_recipe
-from ds_compress.config.replicas import build_replica_codec
+from ds_compress.config.replicas import build_replica_codec, replica_notes
 from ds_compress.errors import REQUIRE, CompressionError, errors_at, is_required, shown
 from ds_compress.feedback import FEEDBACKS, Feedback
 from ds_compress.feedback.aqsgd.sample_ids import SampleIds
@@ -99,7 +99,8 @@ class Config:
         self.has_policy = self.policy.name != "constant"  # whether it may change settings between steps
         check_policy(self.policy.name, self.block)
         check_ladders(self)
-        self.notes.update(dict.fromkeys((*unused_options(self, block), *feedback_notes(self))))
+        between = replica_notes(replicas, f"{KEY}.replicas")
+        self.notes.update(dict.fromkeys((*unused_options(self, block), *feedback_notes(self), *between)))
 
     def codecs(self, boundary: int | None) -> BoundaryCodecs:
         """Return the codecs of `boundary`, the same objects at every call; None: one without settings of its

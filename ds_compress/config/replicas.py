@@ -1,10 +1,12 @@
 """The "replicas" options of the block: how gradients between data-parallel replicas are compressed."""
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
+import torch
 from pydantic import Field
 
-from ds_compress.codec import CODECS, Codec
+from ds_compress.codec import CODECS, Codec, TensorSpec
 from ds_compress.codecs.lowrank import LowRank
 from ds_compress.codecs.mixins import (
     HardwareDependentDecode,
@@ -12,6 +14,7 @@ from ds_compress.codecs.mixins import (
     ReusesForwardIndices,
     Stateful,
     VariableSizePayload,
+    layers,
 )
 from ds_compress.errors import CompressionError, errors_at
 from ds_compress.feedback import FEEDBACKS
@@ -21,6 +24,9 @@ STATEFUL = HardwareDependentDecode, ObservesWarmup, Stateful, VariableSizePayloa
 """Abilities of codecs that replicas cannot use: each packet is decoded by itself, to the same bits
 everywhere, and its size is known beforehand. `lowrank` can be used, but sends no packets."""
 
+
+LARGE = 2**20
+"""Values of a slice in which the constant part of a packet no longer counts."""
 
 STORE = "DS_COMPRESS_REPLICA_STORE"
 """Environment variable: HOST:PORT of the store at which replicas that are launched apart meet."""
@@ -129,4 +135,39 @@ def build_replica_codec(options: ReplicasOptions | None, path: str) -> Codec | N
         return None
     with errors_at(f"{path}.feedback"):
         feedback.check_growth(codec)
-        return feedback.wrap(codec)
+        wrapped = feedback.wrap(codec)
+    check_size(wrapped, torch.float32, path)
+    return wrapped
+
+
+def check_size(codec: Codec, dtype: torch.dtype, path: str) -> None:
+    """Refuse a codec whose packets are larger than what it compresses.
+
+    Args:
+        dtype: of DeepSpeed's own exchange.
+        path: of the options, for errors.
+
+    Raises:
+        CompressionError: names both sizes.
+    """
+    if isinstance(codec, LowRank) or any(layers(codec, LowRank)):  # sends factors of matrices, no slices
+        return
+    spec = TensorSpec((LARGE,), torch.float32)
+    sent, raw = sum(TensorSpec(*part).nbytes for part in codec.layout(spec)), LARGE * dtype.itemsize
+    if sent > raw:
+        raise CompressionError(
+            f"{path}.codec: {codec} is not allowed between replicas: it sends {8 * sent / LARGE:.3g} bits "
+            f"per value, DeepSpeed {8 * dtype.itemsize}; use fewer bits or a lower density, or 'none'"
+        )
+
+
+def replica_notes(options: ReplicasOptions | None, path: str) -> Iterator[str]:
+    """Yield one line if the replicas' codec drops most of each gradient for good; `path`: of the options."""
+    if options is None or options.feedback not in ("none", {"name": "none"}):
+        return
+    codec = CODECS.build(options.codec, f"{path}.codec")
+    if codec.name == "randomk":
+        yield (
+            f"{path}.feedback: 'none' beside {codec}, which drops all other entries of each gradient: the "
+            "model hardly learns; use feedback 'ef', or codec 'quantize'"
+        )

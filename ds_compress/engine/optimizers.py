@@ -20,6 +20,7 @@ from ds_compress.codec import Codec
 from ds_compress.codecs.lowrank import LowRank
 from ds_compress.codecs.mixins import layers
 from ds_compress.config import KEY, ReplicasOptions
+from ds_compress.config.replicas import check_size
 from ds_compress.errors import CompressionError
 from ds_compress.transport import staging
 
@@ -174,6 +175,7 @@ def check_optimizer(engine: Any, options: ReplicasOptions, codec: Codec) -> None
         CompressionError: names what is missing.
     """
     optimizer = engine.optimizer
+    check_size(codec, engine.communication_data_type, f"{KEY}.replicas")
     if staging.is_needed(engine.device):
         raise CompressionError(
             f"{KEY}.replicas: gloo has no all-to-all for memory of a {engine.device.type}; use a backend "

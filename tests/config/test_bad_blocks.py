@@ -145,6 +145,14 @@ BAD = [
     ("replicas", {"parameters": 4}, ".parameters: 4 is not allowed with codec 'none'", ""),
     ("replicas.parameters", 5, ": 5 is not allowed; allowed: 'none', 4, 8", ""),
     ("replicas", {"bucket_mb": 0}, ".bucket_mb: 0 is not allowed", ""),
+    *(
+        ("replicas", {"codec": codec, **more}, f".codec: {codec['name']}", "bits per value, DeepSpeed 32;")
+        for codec in (
+            {"name": "topk", "density": 0.6, "indices": "int32"},
+            {"name": "topk", "density": 0.9, "values": "bf16", "indices": "int32"},
+        )
+        for more in ({"feedback": "ef"}, {"every": 30})
+    ),
     ("replicas", "quantize", ": 'quantize' is not allowed: should be an object", ""),
     *(
         ("replicas", {"codec": "quantize", "feedback": "ef", "policy": policy}, f".policy{start}", "")

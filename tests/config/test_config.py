@@ -159,6 +159,10 @@ UNUSED = [
         "guard.error: 0.1 has no effect: guard.every and monitor.every are 0",
     ),
     (
+        {"replicas": {"codec": {"name": "randomk", "density": 0.1}}},
+        "replicas.feedback: 'none' beside randomk(density=0.1), which drops all other entries",
+    ),
+    (
         {"forward": {"codec": {"name": "quantize", "bits": 2}}, "policy": ACCORDION},
         "forward.codec.bits: 2 has no effect: policy 'accordion' sets it to 8, 4",
     ),
@@ -179,6 +183,7 @@ USED = [
     {"recipe": "balanced", "warmup_steps": 5},
     {"enabled": False, "warmup_steps": 5},
     {**LOSSY, "policy": ACCORDION},
+    {"replicas": {"codec": {"name": "randomk", "density": 0.1}, "feedback": "ef"}},
     {**LOSSY, "boundaries": {"1": {"forward": {"feedback": "ef"}}}},
     {**WITH_EF, "boundaries": {"1": {"forward": {"codec": "none"}}}},
     {"forward": {"feedback": "ef"}, "boundaries": {"1": {"forward": {"codec": "topk"}}}},
