@@ -3,14 +3,14 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ds_compress.autoload import near_misses
-from ds_compress.cli.arguments import DTYPES, add_import, add_message, integer
+from ds_compress.cli.arguments import DTYPES, add_import, add_message, integer, number
 from ds_compress.cli.console import importing_deepspeed, show
 from ds_compress.codec import CODECS, TensorSpec
 from ds_compress.codecs.lowrank import LowRank
@@ -19,6 +19,7 @@ from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.config.recipes import LIMITS
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary
+from ds_compress.message.clock import clock_for
 from ds_compress.message.packet import PacketLayout
 from ds_compress.replicas.slices import slice_numel
 
@@ -44,19 +45,27 @@ def add_parser(subparsers: Any) -> None:
         help="number of values in the parameters of a stage that are compressed: its matrices of 16,384 "
         "values or more",
     )
+    parser.add_argument(
+        "--gbps",
+        type=number(1e-6, 1e6),
+        help="bandwidth in Gbit/s: also encode and decode a message on this device, and say where that takes "
+        "longer than sending it uncompressed",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_import(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    config = Config(read_block(args.ds_config))
+    ds_config = read(args.ds_config)
+    config = Config(ds_config[KEY])
     rows = message_sizes(config, args.stages, TensorSpec(args.shape, DTYPES[args.dtype]))
     keys = ("boundary", "direction", "raw_bytes", "wire_bytes")
     larger = dict.fromkeys(config.size_note(*(row[key] for key in keys)) for row in rows)
     if args.replicas and args.parameters:
         rows += replica_sizes(config, args.replicas, args.parameters, DTYPES[args.dtype], args.shape[-1])
-    for note in filter(None, (_auto_note(config), *config.notes, *larger)):
+    slow = slow_notes(config, rows, args) if args.gbps else ()
+    for note in filter(None, (_auto_note(config), *config.notes, *larger, *pipeline_notes(ds_config), *slow)):
         print(note, file=sys.stderr)
     if args.json:
         print(json.dumps(rows, indent=2))
@@ -151,8 +160,83 @@ def _row(
     }
 
 
+IN_USE = ("activation_checkpoint_interval", "grad_partitioned", "pipe_partitioned", "use_reentrant")
+"""Options of DeepSpeed's "pipeline" key that its engine reads."""
+
+
+def pipeline_notes(ds_config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield one line for each key beside ours that stops a pipeline, or does nothing in it."""
+
+    def section(name: str) -> Mapping[str, Any]:
+        found = ds_config.get(name)
+        return found if isinstance(found, dict) else {}
+
+    stage = section("zero_optimization").get("stage")
+    if stage in (2, 3):
+        yield f"zero_optimization.stage: {stage} is not supported by DeepSpeed's pipelines; use 0 or 1"
+    for name in section("pipeline").keys() - set(IN_USE):
+        yield (
+            f"pipeline.{name}: has no effect: the script gives PipelineModule num_stages and partition_method"
+        )
+    timers = {
+        "wall_clock_breakdown": ds_config.get("wall_clock_breakdown"),
+        "flops_profiler.enabled": section("flops_profiler").get("enabled"),
+    }
+    for name, value in timers.items():
+        if value is True:
+            yield (
+                f"{name}: true stops a pipeline of two or more stages in DeepSpeed 0.19.8 (timer has already "
+                "been started); leave it out"
+            )
+    if "fp16" in section("fp16"):
+        yield "fp16.fp16: is an option of GPT-NeoX, which DeepSpeed refuses; use fp16.enabled"
+
+
+def slow_notes(config: Config, rows: Sequence[Mapping[str, Any]], args: argparse.Namespace) -> Iterator[str]:
+    """Yield one line for each codec that takes longer than sending its message uncompressed.
+
+    Each is measured on one message of random values.
+
+    Args:
+        rows: of `message_sizes`.
+        args: of the command: `shape`, `dtype`, and `gbps` of the link.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    clock, x = clock_for(device), torch.randn(args.shape, device=device).to(DTYPES[args.dtype])
+    measured = set[str]()
+    for row in rows:
+        place, direction = row["boundary"], row["direction"]
+        if place == "replicas" or row["codec"] in (*UNCOMPRESSED, *measured):
+            continue
+        if config.codecs(place).feedbacks[direction].sample_ids is not None:  # a message is of its samples
+            continue
+        measured.add(row["codec"])
+        channels = [getattr(Boundary(place, config), direction) for _ in range(2)]
+        times = []
+        for micro_batch in range(2):  # the first one builds tables
+            message_id = channels[0].message_id(config.warmup_steps, micro_batch)
+            start = clock.mark()
+            packet, extra, layout = channels[0].encode([x], message_id)
+            middle = clock.mark()
+            channels[1].decode(packet, layout, message_id, lambda nbytes, extra=extra: extra)
+            times.append((clock.ms(start, middle) / 1e3, clock.ms(middle, clock.mark()) / 1e3))
+        (encode, decode), uncompressed = min(times, key=sum), 8e-9 * row["raw_bytes"] / args.gbps
+        if encode + decode > uncompressed:
+            yield (
+                f"{KEY}.{direction}.codec: {row['codec']} takes {encode:.2g} + {decode:.2g} s to encode and "
+                f"decode a message on this device ({device.type}, {torch.get_num_threads()} threads); "
+                f"sending it uncompressed at {args.gbps:g} Gbit/s takes {uncompressed:.2g} s; use another "
+                "codec, or 'none'"
+            )
+
+
 def read_block(path: Path) -> object:
-    """Read the "ds_compress" value of a ds_config.json.
+    """Read the "ds_compress" value of a ds_config.json; raises what `read` does."""
+    return read(path)[KEY]
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a ds_config.json with a "ds_compress" key.
 
     Raises:
         CompressionError: no such file, not what DeepSpeed reads, or no such key.
@@ -170,7 +254,7 @@ def read_block(path: Path) -> object:
         near = near_misses(ds_config) if isinstance(ds_config, dict) else []
         hint = f" (did you mean it by {near[0]!r}?)" if near else ""
         raise CompressionError(f"{path}: has no {KEY!r} key{hint}")
-    return ds_config[KEY]
+    return ds_config
 
 
 def message_sizes(config: Config, stages: int, spec: TensorSpec) -> list[dict[str, Any]]:
@@ -184,12 +268,12 @@ def message_sizes(config: Config, stages: int, spec: TensorSpec) -> list[dict[st
     """
     config.check_boundaries(stages - 1)
     rows = []
-    for number in range(stages - 1):
-        boundary = Boundary(number, config)
+    for place in range(stages - 1):
+        boundary = Boundary(place, config)
         for direction in DIRECTIONS:
             channel = getattr(boundary, direction)
             message = channel.layout_of((spec,), channel.message_id(config.warmup_steps, 0))
             codec = channel.codec if message.codecs[0] else UNCOMPRESSED[1]
             on_wire = message.compressed_bytes(channel.codec), message.most_bytes(channel.codec)
-            rows.append(_row(number, direction, codec, (message.raw_bytes, *on_wire), spec.numel))
+            rows.append(_row(place, direction, codec, (message.raw_bytes, *on_wire), spec.numel))
     return rows

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import mmap
 import os
 import re
 import subprocess
@@ -33,6 +34,7 @@ HOST = {
     "gloo_interface": "eth0",
     "gloo_because": "the name a is 10.0.0.1",
     "way": "eth0",
+    "left_buffers": {},
 }
 
 
@@ -87,6 +89,12 @@ def versions(**others):
             "gloo takes eht0, as GLOO_SOCKET_IFNAME; interfaces: eth0",
             "GLOO_SOCKET_IFNAME=eth0",
         ),
+        (
+            {"left_buffers": {"/dev/shm/deepspeed_allreduce_buffer_0": 66_000_000}},
+            "look",
+            "killed launches left 1 buffers of DeepSpeed, 66 MB, in the shared memory of b",
+            "rm /dev/shm/deepspeed_allreduce_buffer_0",
+        ),
         (OVER_IB, "look", "b reaches rank 0 over ib0, but gloo takes eth0", "GLOO_SOCKET_IFNAME=ib0"),
         ({"gbps_backward": 0.2}, "look", "0.2 back, 0.30 ms round trip: one direction is 4.5 times", "cable"),
         (
@@ -102,6 +110,16 @@ def test_what_is_wrong_is_one_line_with_what_to_do(changes, level, message, do):
     (found,) = problems(**changes)
     assert found.level == level and message in found.said and do in found.do
     assert "\n" not in found.said + found.do
+
+
+def test_buffers_without_a_living_owner(tmp_path, monkeypatch):
+    """An afternoon of killed launches left 18 GB, then memory ran out, and nothing named the reason."""
+    monkeypatch.setattr(machine, "SHARED", tmp_path)
+    living, left = (tmp_path / f"deepspeed_allreduce_buffer_{rank}" for rank in range(2))
+    for path in (living, left, tmp_path / "another"):
+        path.write_bytes(bytes(8192))
+    with living.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+        assert machine.left_buffers() == {str(left): 8192}
 
 
 def test_what_all_lack():

@@ -29,6 +29,7 @@ def findings(report: Report) -> list[Finding]:
     hosts = report["hosts"]
     names = named(hosts)
     found = [*_versions(hosts, names), *_switched_on(hosts, names), *_kernels(hosts, names)]
+    found += _left_buffers(hosts, names)
     if len(hosts) > 1:
         found += [*_interfaces(hosts, names), *_links(report, names)]
     return found
@@ -88,6 +89,18 @@ def _kernels(hosts: list[Facts], names: list[str]) -> Iterator[Finding]:
             )
         else:
             yield Finding("good", f"C++ kernels for {kernels} on {on}")
+
+
+def _left_buffers(hosts: list[Facts], names: list[str]) -> Iterator[Finding]:
+    """Check that no launch that was killed has left its buffers in memory."""
+    for host, name in zip(hosts, names):
+        if left := host["left_buffers"]:
+            yield Finding(
+                "look",
+                f"killed launches left {len(left)} buffers of DeepSpeed, "
+                f"{sum(left.values()) / 1e6:,.0f} MB, in the shared memory of {name}",
+                f"rm {' '.join(sorted(left))}",
+            )
 
 
 def _interfaces(hosts: list[Facts], names: list[str]) -> Iterator[Finding]:

@@ -6,6 +6,7 @@ import platform
 import socket
 from contextlib import closing, suppress
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,6 +20,9 @@ LIBRARIES = ("torch", "deepspeed", "transformers")
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 IP = (socket.AF_INET, socket.AF_INET6)
 LOOPBACK = "lo"
+SHARED = Path("/dev/shm")
+BUFFERS = "deepspeed_allreduce_buffer_*"
+"""Shared memory of DeepSpeed's all-reduce on CPUs."""
 
 Facts = dict[str, Any]
 
@@ -52,6 +56,7 @@ def facts(meeting_point: str | None = None) -> Facts:
         "gloo_interface": interface,
         "gloo_because": why,
         "way": outgoing_interface(meeting_point) if meeting_point else None,
+        "left_buffers": left_buffers(),
     }
 
 
@@ -68,6 +73,25 @@ def interfaces() -> list[dict[str, Any]]:
         for name, given in psutil.net_if_addrs().items()
         if name in states and states[name].isup
     ]
+
+
+def left_buffers() -> dict[str, int]:
+    """Return the buffers of DeepSpeed's all-reduce that no process maps: bytes in memory, by path.
+
+    A launch that was killed leaves them. Those of other users are left out: their processes cannot be read.
+    """
+    user, found = os.getuid(), dict[str, int]()
+    for path in SHARED.glob(BUFFERS):
+        with suppress(OSError):  # it may just have been removed
+            state = path.stat()
+            if user in (0, state.st_uid):
+                found[str(path)] = 512 * state.st_blocks
+    for maps in Path("/proc").glob("[0-9]*/maps") if found else ():
+        with suppress(OSError):
+            words = maps.read_text(errors="replace").split()
+            for path in found.keys() & set(words):
+                del found[path]
+    return found
 
 
 def interface_of(address: str) -> str | None:
