@@ -3,7 +3,7 @@
 The master weights of a rank are what its optimizer steps on, in fp32: parameters, or the partition of a
 DeepSpeed optimizer. An exchange (`replicas/rounds.py`) runs in a thread, in host memory, during the next
 steps. All ranks of the launch apply its result in the same step, or none does: then the replica joins the
-others again at the next exchange.
+others again at the next exchange. Training waits for other replicas, but not for a store without an answer.
 """
 
 import functools
@@ -14,11 +14,12 @@ import logging
 import math
 import os
 import queue
+import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_compress.config import Config
@@ -35,13 +36,18 @@ from ds_compress.config.replicas import STORE
 from ds_compress.errors import CompressionError, in_one_line
 from ds_compress.feedback.state import residuals
 from ds_compress.message.layout import Counters
+from ds_compress.replicas.board import Position
 from ds_compress.replicas.outer_step import EXACT, MIN_DELTA_NUMEL, Anchor, DeltaCodec, DeltaPart
-from ds_compress.replicas.rounds import BEAT_S, TRANSFER_S, ExchangeResult, Position, Rounds
+from ds_compress.replicas.rounds import BEAT_S, ExchangeResult, Rounds, patience
 from ds_compress.replicas.slices import GRADIENT, is_compressed
-from ds_compress.replicas.store import PLACE, connect, parse_address, shared_settings
+from ds_compress.replicas.store import CONNECT_S, PLACE, WatchedStore, connect, parse_address, shared_settings
 
 EXIT_S = 5.0
 """Seconds in which a thread answers that is in no call of the store."""
+ANSWER_S = 5.0
+"""Seconds for which training waits for a store that does not answer."""
+FAILED, LATE, HERE = range(3)
+"""What an exchange has come to on a rank."""
 STATE = 2**16
 """Checkpoint key of anchor, momentum, base and position; smaller keys are slices."""
 TIED = 2**15
@@ -75,7 +81,8 @@ class OuterTraffic:
         self._options, self._shared = config.outer, shared_settings(config)
         assert config.block.replicas is not None
         self.every = config.block.replicas.every
-        masters = find_masters(engine)
+        self._trained = [p for p in engine.module.parameters() if p.requires_grad]
+        masters = self._masters()
         parts = [DeltaPart(each.number, each.values.numel()) for each in masters if each.number is not None]
         exact = sum(each.values.numel() for each in masters if each.number is None)
         self.codec = DeltaCodec(config.outer_codec, parts, exact, config.block.seed)
@@ -85,7 +92,10 @@ class OuterTraffic:
         self._joins = itertools.count()
         self._exchanges = 0
         self._worker: _Worker | None = None  # None: this replica trains alone
+        self._is_new = True  # whether it has met no other replicas since it was launched, or loaded
+        self._probe: Future[Any] | None = None  # rank 0: a new connection to the store, after one was lost
         self._pending: Future[tuple[ExchangeResult, float]] | None = None  # with its duration in seconds
+        self._is_late = False  # whether its result is there only after the step in which it was due
         self._residuals: dict[int, dict[str, Tensor]] = {}  # before the exchange in progress
         self.anchor: Anchor | None = None  # None until the first step
         self.position: Position | None = None
@@ -123,12 +133,12 @@ class OuterTraffic:
             CompressionError: they have other settings, or the store cannot be reached.
         """
         if self.anchor is None:
-            values = _read(find_masters(self._engine))
+            values = _read(self._masters())
             self.anchor = Anchor(values, torch.zeros_like(values))
         if self._began is None:
             self._began = self._engine.global_steps
-        if self._exchanges == 0 and self._worker is None:
-            self._join(is_first=True)
+        if self._is_new:
+            self._join()
 
     def end_step(self) -> None:
         """Every `every` steps start an exchange; apply its result `delay` steps later."""
@@ -140,7 +150,10 @@ class OuterTraffic:
         if step - self._began < self.every:
             return
         self._began = step
-        has_just_come = self._worker is None and self._join()
+        if self._is_late:
+            return
+        self._check_trained()
+        has_just_come = self._worker is None and self._is_reachable() and self._join()
         if self._worker is not None and not has_just_come:
             self._start()
             if not self._options.delay:
@@ -149,23 +162,31 @@ class OuterTraffic:
 
     def may_apply(self, step: int) -> bool:
         """Return whether weights may get the outcome of a round after `step`, counted from 1."""
-        return self._began is not None and step - self._began in (self._options.delay, self.every)
+        return self._began is not None and (
+            self._is_late or step - self._began in (self._options.delay, self.every)
+        )
 
-    def collect(self) -> None:
-        """Wait for the result of the exchange in progress, if there is one; all ranks get it, or none."""
+    def collect(self, is_last: bool = False) -> None:
+        """Wait for the result of the exchange in progress, if there is one; all ranks get it, or none.
+
+        If the store does not answer, training goes on, and the next call looks again.
+
+        Args:
+            is_last: no call follows, so a result that is late is lost.
+        """
         if self._pending is None:
             return
+        state, failure = self._await_result()
+        everywhere = _lowest(self._engine, state)
+        self._is_late = everywhere == LATE and not is_last
+        if self._is_late:
+            return
         pending, self._pending = self._pending, None
-        progress, seconds, failure = None, 0.0, ""
-        try:
-            progress, seconds = pending.result(self._options.grace_s + 2 * TRANSFER_S)
-        except Exception as error:
-            failure = in_one_line(error)
-        if not _all(self._engine, progress is not None):
-            self._leave(failure)
+        if everywhere != HERE:
+            self._leave("the replica store does not answer" if state == LATE else failure)
             self.codec.restore(self._residuals)
             return
-        assert progress is not None
+        progress, seconds = pending.result()
         self.anchor, self.position, self.base = progress.anchor, progress.position, progress.base
         count = len(progress.members)
         self._round_s, self._members = seconds, count
@@ -175,6 +196,18 @@ class OuterTraffic:
             values = 2 * (count - 1) * self.codec.numel // count
             self.sent.raw_bytes += values * self._itemsize * self.every
 
+    def _await_result(self) -> tuple[int, str]:
+        """Return what the exchange in progress has come to, and why it failed."""
+        assert self._pending is not None and self._worker is not None
+        while not wait([self._pending], 0.1).done:
+            silence = self._worker.store.silence()
+            if silence > patience(self._options):
+                return FAILED, "the replica store does not answer"
+            if silence > ANSWER_S:
+                return LATE, ""
+        error = self._pending.exception()
+        return (HERE, "") if error is None else (FAILED, in_one_line(error))
+
     @property
     def settings(self) -> dict[str, Any]:
         """All that has to be the same for the state of a checkpoint to go on."""
@@ -182,7 +215,7 @@ class OuterTraffic:
 
     def saved(self) -> dict[int, dict[str, Tensor]]:
         """Return the state for a checkpoint: residuals by number of the slice, and under `STATE` the rest."""
-        self.collect()
+        self.collect(is_last=True)
         if self.anchor is None or self.position is None:
             return {}
         position = torch.frombuffer(bytearray(json.dumps(self.position).encode()), dtype=torch.uint8)
@@ -195,7 +228,7 @@ class OuterTraffic:
     def load(self, saved: dict[int, dict[str, Tensor]]) -> None:
         """Restore the state from a checkpoint; without one, start from the weights of the engine."""
         self.close()
-        self._pending, self._exchanges = None, 0
+        self._pending, self._exchanges, self._is_late, self._is_new = None, 0, False, True
         found = saved.get(STATE, {})
         self.anchor = Anchor(found["values"], found["momentum"]) if found else None
         self.position = Position(*json.loads(found["position"].numpy().tobytes())) if found else None
@@ -214,7 +247,7 @@ class OuterTraffic:
         assert self._worker is not None and self.anchor is not None and self.position is not None
         self._exchanges += 1
         self._residuals = self.codec.residuals()
-        sent = _read(find_masters(self._engine))
+        sent = _read(self._masters())
         task = functools.partial(
             self._worker.rounds.exchange_delta, self._exchanges, self.anchor, self.position, sent, self.codec
         )
@@ -225,12 +258,14 @@ class OuterTraffic:
         base, self.base = self.base, None
         if base is None or self.anchor is None:
             return
-        masters = find_masters(self._engine)
+        masters = self._masters()
         _write(self._engine, masters, self.anchor.values + (_read(masters) - base))
 
     def _leave(self, failure: str) -> None:
         """Leave the other replicas until the next exchange, and log why."""
         self.close()
+        if dist.get_rank() == 0:
+            self._probe = _run(_reconnect)
         if failure:
             log.warning(
                 "ds_compress: rank %d: this replica trains on alone until it is back: %s",
@@ -238,18 +273,48 @@ class OuterTraffic:
                 failure,
             )
 
-    def _join(self, is_first: bool = False) -> bool:
+    def _is_reachable(self) -> bool:
+        """Return whether the store can be reached again, without a wait for it; all ranks call it."""
+        if self._probe is not None and self._probe.done() and self._probe.exception() is not None:
+            self._probe = _run(_reconnect)
+        return _lowest(self._engine, int(self._probe is None or self._probe.done())) > 0
+
+    def _masters(self) -> list[MasterWeight]:
+        return find_masters(self._engine, self._trained)
+
+    def _check_trained(self) -> None:
+        """
+        Raises:
+            CompressionError: on every rank, if parameters are trained now that were frozen at first.
+        """
+        known, optimizer = set(map(id, self._trained)), self._engine.optimizer
+        stepped = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
+        thawed = [
+            name
+            for name, p in self._engine.module.named_parameters()
+            if p.requires_grad and id(p) in stepped and id(p) not in known
+        ]
+        if _lowest(self._engine, int(not thawed)) == 0:
+            which = f"{thawed[0]!r} is" if thawed else "parameters of another rank are"
+            raise CompressionError(
+                f"{PLACE}.every: {which} trained now, but not when deepspeed.initialize was called, so other "
+                "replicas would never get it; unfreeze before that, in all launches; you may freeze later"
+            )
+
+    def _join(self) -> bool:
         """Join the other replicas; a newcomer takes the anchor of another one.
 
         Returns:
             Whether it is a newcomer, whose weights are those of the others now: there is nothing to send.
 
         Raises:
-            CompressionError: on every rank, if other replicas have other settings, or if `is_first` and the
+            CompressionError: on every rank, if this launch is new, and the others have other settings or the
                 store cannot be reached.
         """
         assert self.anchor is not None
+        is_first, self._is_new = self._is_new, False
         store, key = _get_default_store(), f"{self._store_key}/{next(self._joins)}"
+        new_worker = functools.partial(_Worker, PrefixStore(key, store), self._options)
         own = [self._shapes, hashlib.blake2b(self.anchor.values.numpy().data, digest_size=16).hexdigest()]
         store.set(f"{key}/{dist.get_rank()}", json.dumps(own))
         worker: _Worker | None = None
@@ -260,7 +325,8 @@ class OuterTraffic:
             position = self.position or Position(0, digest)
             verdict: dict[str, Any] = {"address": os.environ.get(STORE, ""), "own": position}
             try:
-                worker = _Worker(connect(verdict["address"]), self._options)
+                probe, self._probe = self._probe, None
+                worker = new_worker(probe.result() if probe else connect(verdict["address"]))
                 launch = {
                     "ranks of a launch": len(shapes),
                     "shapes of the parameters of all ranks": [*shapes],
@@ -272,26 +338,30 @@ class OuterTraffic:
                 verdict["lost"] = f"{STORE}={verdict['address']}: {in_one_line(error)}"
             store.set(f"{key}/verdict", json.dumps(verdict))
         verdict = json.loads(store.get(f"{key}/verdict"))
-        if "refused" in verdict or ("lost" in verdict and is_first):
-            raise CompressionError(verdict.get("refused") or f"{PLACE}.every: {verdict['lost']}")
+        failure = verdict.get("refused") or verdict.get("lost", "")
+        if failure and is_first:
+            raise CompressionError(failure if "refused" in verdict else f"{PLACE}.every: {failure}")
         anchor: Anchor | None = self.anchor
-        failure = verdict.get("lost", "")
         number, head, is_newcomer = verdict.get("membership", (0, verdict["own"], False))
         position, self.position = Position(*head), Position(*verdict["own"])
         if not failure:
             try:
-                worker = worker or _Worker(connect(verdict["address"]), self._options)
+                worker = worker or new_worker(connect(verdict["address"]))
                 worker.rounds.number = number
                 if is_newcomer:
-                    own_digest, numel = self.position.digest, self.codec.numel
-                    anchor, position = worker.rounds.catch_up(position, numel, own_digest)
-                if dist.get_rank() == 0:
-                    worker.rounds.announce(position.round)
+                    if dist.get_rank() == 0:
+                        limit = f"at most {patience(self._options):g} s without progress"
+                        print(
+                            f"ds_compress: replica {number} waits for the weights of another, {limit}",
+                            flush=True,
+                        )
+                    anchor, position = worker.rounds.catch_up(self.codec.numel, self.position.digest)
+                worker.rounds.take_part(anchor or self.anchor, position)
             except (CompressionError, RuntimeError) as error:
                 failure = in_one_line(error)
         self._worker = worker
-        if not _all(self._engine, not failure):
-            self._leave(failure if dist.get_rank() == 0 or "lost" not in verdict else "")
+        if _lowest(self._engine, int(not failure)) == 0:
+            self._leave(failure if dist.get_rank() == 0 or "membership" in verdict else "")
             return False
         self.position = position
         is_newcomer = is_newcomer and anchor is not None
@@ -301,7 +371,7 @@ class OuterTraffic:
             self.anchor, self.base = anchor, None
             # the others began this round about `delay` steps ago, and would wait for a whole one of ours
             self._began = self._engine.global_steps - min(self._options.delay, self.every // 2)
-            _write(self._engine, find_masters(self._engine), anchor.values)
+            _write(self._engine, self._masters(), anchor.values)
         if dist.get_rank() == 0:
             weights = "the others' weights" if is_newcomer else "its own weights"
             place = f"{verdict['address']}, round {position.round}"
@@ -312,8 +382,13 @@ class OuterTraffic:
 class _Worker:
     """A connection to the store, with the thread that uses it after a replica has joined."""
 
-    def __init__(self, store: TCPStore, options: Any):
-        self.rounds = Rounds(store, dist.get_rank(), dist.get_world_size(), options)
+    def __init__(self, launch_store: Any, options: Any, store: Any):
+        """
+        Args:
+            launch_store: of this launch alone; store: of all replicas.
+        """
+        self.store = WatchedStore(store)
+        self.rounds = Rounds(self.store, launch_store, dist.get_rank(), dist.get_world_size(), options)
         self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         thread = threading.Thread(target=_work, args=(self.rounds, self._tasks), daemon=True)
         thread.name = "ds_compress_replicas"
@@ -337,15 +412,15 @@ def _end(rounds: Rounds, tasks: "queue.SimpleQueue[Any]", thread: threading.Thre
 
 
 def _work(rounds: Rounds, tasks: "queue.SimpleQueue[Any]") -> None:
+    pause = BEAT_S
     while True:
         try:
-            found = tasks.get(timeout=BEAT_S)
+            found = tasks.get(timeout=pause)
         except queue.Empty:
             try:
-                if rounds.number >= 0:
-                    rounds.beat()
-            except (CompressionError, RuntimeError):  # the next exchange raises it
-                pass
+                pause = rounds.idle() if rounds.number >= 0 else BEAT_S
+            except Exception:  # the next exchange raises it
+                pause = BEAT_S
             continue
         if found is None:
             return
@@ -355,6 +430,28 @@ def _work(rounds: Rounds, tasks: "queue.SimpleQueue[Any]") -> None:
             future.set_result((task(), time.perf_counter() - started))
         except BaseException as error:
             future.set_exception(error)
+        pause = 0.0
+
+
+def _reconnect() -> Any:
+    """Return a new connection to the store. Most often nothing listens, which torch would try for long."""
+    address = os.environ.get(STORE, "")
+    socket.create_connection(parse_address(address), CONNECT_S).close()
+    return connect(address)
+
+
+def _run(task: Callable[[], Any]) -> "Future[Any]":
+    """Run a task in a thread of its own."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(task())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="ds_compress_probe", daemon=True).start()
+    return future
 
 
 def check_outer(engine: Any) -> None:
@@ -367,7 +464,9 @@ def check_outer(engine: Any) -> None:
     has_partitions = isinstance(optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer))
     if engine.has_moe_layers:
         raise CompressionError(f"{PLACE}.every: MoE layers are not allowed between launches; use every 1")
-    if not has_partitions and any(p.dtype != torch.float32 for p in _trained(engine)):
+    if not has_partitions and any(
+        p.dtype != torch.float32 for p in engine.module.parameters() if p.requires_grad
+    ):
         raise CompressionError(
             f"{PLACE}.every: {type(optimizer).__name__} has no fp32 weights that are known here; use "
             "bf16, or ZeRO 1"
@@ -381,8 +480,8 @@ def check_outer(engine: Any) -> None:
         parse_address(os.environ.get(STORE, ""))
 
 
-def find_masters(engine: Any) -> list[MasterWeight]:
-    """Return the fp32 values of this rank's trained parameters, those that are compressed first."""
+def find_masters(engine: Any, trained: list[Tensor]) -> list[MasterWeight]:
+    """Return the fp32 values of this rank's `trained` parameters, those that are compressed first."""
     optimizer, module = engine.optimizer, engine.module
     ranks = engine.grid.get_data_parallel_world_size()
     tied = _tied_numbers(module)
@@ -400,12 +499,8 @@ def find_masters(engine: Any) -> list[MasterWeight]:
             for parameter, values in _partitioned(optimizer, engine.grid.get_data_parallel_id(), ranks)
         ]
     else:
-        found = [MasterWeight(p.detach().view(-1), number_of(p)) for p in _trained(engine)]
+        found = [MasterWeight(p.detach().view(-1), number_of(p)) for p in trained]
     return sorted(found, key=lambda each: each.number is None)
-
-
-def _trained(engine: Any) -> list[Tensor]:
-    return [p for p in engine.module.parameters() if p.requires_grad]
 
 
 def _partitioned(optimizer: Any, rank: int, ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -452,8 +547,8 @@ def _write(engine: Any, masters: list[MasterWeight], values: Tensor) -> None:
             engine.optimizer.update_lp_params()
 
 
-def _all(engine: Any, holds: bool) -> bool:
-    """Return whether `holds` is true on all ranks of the launch; each calls it."""
-    everywhere = torch.tensor(int(holds), dtype=torch.int32, device=engine.device)
+def _lowest(engine: Any, value: int) -> int:
+    """Return the lowest `value` of all ranks of the launch; each calls it."""
+    everywhere = torch.tensor(value, dtype=torch.int32, device=engine.device)
     dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
-    return bool(everywhere)
+    return int(everywhere)

@@ -3,31 +3,26 @@
 Everything crosses the store (torch's TCPStore), so replicas need no connection to each other, and one that
 dies leaves nothing half done: a round counts for all ranks of all replicas, or for none. A replica has a
 number, and as many slots as its launch has ranks; slot s has the same part of the model on all replicas.
+`Board` has the keys of the store. In round K
 
-    key             value                                                   written by
-    settings        what all replicas must have                             the first replica
-    head            first undecided round, digest of the anchor             slot 0 of any replica
-    K/announced     replicas that will take part in round K                 slot 0 of each
-    K/packet/R/S    packet of slot S of replica R, in chunks                that rank
-    K/came          replicas all of whose packets are there                 the rank that was last
-    K/candidates    decided once: those that came in time                   slot 0 of any replica
-    K/checked/R/S   candidates whose packets are bad, and why               slot S of replica R
-    K/outcome       decided once: the members of round K; who hands its     slot 0 of any replica
-                    anchor to which newcomer
-    exchange/R/N    round in which replica R sends its N-th delta           its slot 0
-    wants           newcomers, which need an anchor
-    state/R/S       anchor and momentum of slot S for newcomer R            the same slot of another replica
+1. every slot sends its packet; when all have come, or after the grace time, the candidates are decided;
+2. every slot decodes the packets of the candidates, and slot 0 votes: it names those that its launch cannot
+   read. A candidate becomes a member if more than half of the voters can read its packets, so a replica whose
+   packets are damaged on their way cannot count, however quick it is;
+3. every slot moves its anchor by the mean of the members.
 
-What is decided once is written with compare_set. The digest names the outcomes that led to an anchor, so two
-replicas with the same digest have the same anchor. The protocol of a lighthouse with a quorum is that of
-torchft (github.com/pytorch/torchft); here the store takes the place of the lighthouse.
+A newcomer asks for an anchor. A replica that is between two exchanges, training or not, hands over the one
+that it has, in chunks, while it goes on; the newcomer then follows the rounds since. Nothing that makes
+progress is given up.
+
+The digest of a position names the outcomes that led to an anchor, so two replicas with the same digest have
+the same anchor. The protocol of a lighthouse with a quorum is that of torchft (github.com/pytorch/torchft);
+here the store takes the place of the lighthouse.
 """
 
 import functools
-import hashlib
 import json
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -37,40 +32,31 @@ import torch
 from torch import Tensor
 
 from ds_compress.config.replicas import OuterOptions
-from ds_compress.errors import CompressionError, in_one_line, shown
+from ds_compress.errors import CompressionError, shown
+from ds_compress.replicas.board import CHUNK, WINDOW, Board, LaunchBoard, Position, Shipment, members_of
 from ds_compress.replicas.outer_step import Anchor, DeltaCodec
-
-CHUNK = 4 << 20
-"""Bytes of a value; a TCPStore takes 8 MiB at most."""
 
 KEPT_ROUNDS = 3
 """Rounds for which packets stay in the store; a replica that is further behind needs an anchor."""
 
+KEPT_BYTES = 16
+"""Bytes per weight up to which packets stay longer, for a newcomer whose anchor is on its way."""
+
 TRANSFER_S = 300.0
-"""Seconds, beside the grace, after which a replica gives up a round."""
+"""Seconds without progress, beside the grace, after which a replica gives up what it waits for."""
 
 BEAT_S = 5.0
 """Seconds between two signs of life of a replica."""
 
+LOOK_S = 0.05
+"""Seconds between two looks at what a newcomer has taken."""
+
 ABANDONED_S = 60.0
 """Seconds without a sign of life after which a newcomer goes on with its own weights."""
-
-PREFIX = "ds_compress/outer/"
 
 Found = TypeVar("Found")
 
 log = logging.getLogger("ds_compress")
-
-
-class Position(NamedTuple):
-    """What a replica knows of the rounds."""
-
-    round: int  # the first one that it has not applied
-    digest: str  # of its anchor
-
-    def after(self, outcome: str) -> "Position":
-        text = f"{self.digest}/{self.round}/{outcome}"
-        return Position(self.round + 1, hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
 
 
 class Membership(NamedTuple):
@@ -91,27 +77,54 @@ class ExchangeResult(NamedTuple):
     is_member: bool
 
 
+def patience(options: OuterOptions) -> float:
+    """Return the seconds without progress after which a replica gives up what it waits for."""
+    return options.grace_s + TRANSFER_S
+
+
+class _Upload:
+    """An anchor that this slot hands over."""
+
+    def __init__(self, newcomer: int, anchor: Anchor, position: Position):
+        self.newcomer = newcomer
+        self.chunks = _chunks(anchor)
+        self.shipment = Shipment(anchor.values.numel(), position, 0)
+        self.taken, self.moved = 0, time.monotonic()  # chunks, and when their number has changed
+        self.next_look = 0.0
+
+
 class Rounds:
     """One rank's view of the rounds."""
 
-    def __init__(self, store: Any, slot: int, slots: int, options: OuterOptions):
+    def __init__(self, store: Any, launch_store: Any, slot: int, slots: int, options: OuterOptions):
         """
         Args:
-            store: a `torch.distributed.Store`; torch declares too few of its methods.
+            store: a `torch.distributed.Store` that all replicas reach.
+            launch_store: one of this launch alone, without keys.
         """
-        self._store = store
+        self._board = Board(store, self.tend)
+        self._launch = LaunchBoard(launch_store)
         self._slot = slot
         self._slots = slots
         self._options = options
-        self._limit = options.grace_s + TRANSFER_S
-        self._posted: list[tuple[int, float, str, int]] = []  # what this rank sent: see `_put`; key and size
-        self._own: tuple[str, str, Tensor | None] = "", "", None  # key, digest and bytes of its last packet
+        self._limit = patience(options)
+        self._posted: list[int] = []  # rounds whose packets of this rank are in the store
+        self._own: tuple[int, str, Tensor | None] = -1, "", None  # round, digest and bytes of its last packet
         self._last_beat = -BEAT_S
-        self._is_live = False  # whether it has the anchor, for others to take
+        self._moved_chunks = 0
+        self._voting: int | None = None  # the round in which others wait for the vote of this replica
+        self._held: tuple[Anchor, Position] | None = None  # for newcomers to take
+        self._uploads: list[_Upload] = []
+        self._handed = set[int]()  # newcomers whose upload has begun
+        self._kept_rounds = KEPT_ROUNDS
+        self._has_caught_up = False
         self.number = -1
-        self.received_bytes = 0
         self.ended = threading.Event()
         """Ends what waits for the store."""
+
+    @property
+    def received_bytes(self) -> int:
+        return self._board.received_bytes
 
     def join(self, settings: dict[str, Any], own_position: Position) -> Membership:
         """Join the other replicas; slot 0 calls it.
@@ -123,23 +136,21 @@ class Rounds:
         Raises:
             CompressionError: other replicas have other settings; names the first difference.
         """
-        own = json.dumps(settings, sort_keys=True)
-        theirs = _parsed(self._decide("settings", own), dict)
+        theirs = self._board.settings(json.dumps(settings, sort_keys=True))
         for key in {**settings, **theirs}:
             if settings.get(key) != theirs.get(key):
                 raise CompressionError(
                     f"{key}: the other replicas have {shown(theirs.get(key))}, this one has "
                     f"{shown(settings.get(key))}; use the same in all launches"
                 )
-        head = _position(self._decide("head", json.dumps(own_position)))
-        self.number = self._store.add(f"{PREFIX}numbers", 1)
+        head = self._board.head(own_position)
+        self.number = self._board.new_number()
         return Membership(self.number, head, head.digest != own_position.digest)
 
-    def catch_up(self, position: Position, numel: int, digest: str) -> tuple[Anchor | None, Position]:
+    def catch_up(self, numel: int, digest: str) -> tuple[Anchor | None, Position]:
         """Receive the anchor of another replica, as a newcomer; every slot calls it.
 
         Args:
-            position: of the others, when this replica joined.
             numel: values of this slot.
             digest: of this replica's own anchor.
 
@@ -147,42 +158,28 @@ class Rounds:
             The anchor, None if the other replicas are gone and this one goes on with its own; the position.
 
         Raises:
-            CompressionError: the replica that should have sent it did not.
+            CompressionError: no other replica handed over its anchor, or it ceased to come.
         """
-        key, beats, heard = f"state/{self.number}", "", time.monotonic()
-        given: float | None = None
+        self._board.say_taken(self.number, self._slot, 0)
         if self._slot == 0:
-            self._append("wants", self.number)
+            self._board.change_newcomers(lambda found: {**found, str(self.number): None})
+        try:
+            return self._take_anchor(numel, digest)
+        except CompressionError:
+            if self._board.newcomers().get(str(self.number)) is not None:
+                self._board.say_taken(self.number, self._slot, -1)  # who sends it deletes it
+            else:
+                self._board.end_shipment(self.number, self._slot)
+                if self._slot == 0:
+                    self._forget(str(self.number))
+            raise
 
-        def ready() -> bool | None:
-            nonlocal beats, heard, given
-            if self._has(f"{key}/{self._slot}") or self._has(f"{key}/none"):
-                return True
-            now = self._read("beat") or ""
-            if now != beats:
-                beats, heard = now, time.monotonic()
-            if self._slot == 0 and time.monotonic() - heard > ABANDONED_S:
-                self._store.set(f"{PREFIX}{key}/none", "1")
-            if self._has(f"given/{self.number}"):
-                given = given or time.monotonic()
-                if time.monotonic() - given > self._limit:
-                    raise CompressionError(
-                        f"another replica did not send its anchor within {self._limit:g} s"
-                    )
-            return None
-
-        self._wait(ready, "", limit=math.inf)  # the round of the others may take any time
-        if self._has(f"{key}/none"):
-            taken = Position(position.round, digest)
-            if self._slot == 0:
-                self._move_head(position, taken)
-            return None, taken
-        data, found = self._get(f"{key}/{self._slot}")
-        if data.numel() != 8 * numel:
-            raise CompressionError(f"an anchor of {data.numel()} bytes came, expected {8 * numel}")
-        self._delete(f"{key}/{self._slot}", data.numel())
-        values, momentum = data.view(torch.float32).split(numel)
-        return Anchor(values, momentum), _position(found)
+    def take_part(self, anchor: Anchor, position: Position) -> None:
+        """Let the others wait for this replica in the next round, and newcomers have its anchor; every slot
+        calls it."""
+        self._held = anchor, position
+        if self._slot == 0:
+            self._board.announce(position.round, self.number)
 
     def exchange_delta(
         self, exchange: int, anchor: Anchor, position: Position, sent: Tensor, codec: DeltaCodec
@@ -190,7 +187,7 @@ class Rounds:
         """Send a delta in the first round that is open, and wait for its outcome; every slot calls it.
 
         Args:
-            exchange: number of this call of the replica, the same on all slots.
+            exchange: number of this call of the replica, the same on all slots, above 0.
             anchor: of `position`.
             sent: weights of this slot, fp32, 1-D.
             codec: its residuals are those of the packets that counted, when this returns.
@@ -198,72 +195,93 @@ class Rounds:
         Raises:
             CompressionError, RuntimeError: the store, or this replica, is too late or out of reach.
         """
-        if position.round:
-            self._purge(position.round - KEPT_ROUNDS)
+        self._held = anchor, position
+        self._purge(position.round)
+        self._hand_over()
         delta, base = anchor.values - sent, anchor.values
         number = self._open_round(exchange, position)
+        self._begin_uploads()
         while position.round < number:
             anchor, position, _ = self._follow(anchor, position, codec)
         before = codec.residuals()
-        key = f"{number}/packet/{self.number}"
-        packet_key, packet = f"{key}/{self._slot}", codec.encode(delta, number, self.number)
-        self._own = packet_key, self._put(packet_key, packet, "", number), packet
-        if self._store.add(f"{PREFIX}{key}/count", 1) == self._slots:
-            self._append(f"{number}/came", self.number)
+        packet = codec.encode(delta, number, self.number)
+        self._posted.append(number)
+        self._own = number, self._board.put_packet(number, self._slot, self.number, packet), packet
+        if self._launch.say_sent(exchange, self._slots):
+            self._board.come(number, self.number)
         anchor, position, members = self._follow(anchor, position, codec)
+        # packets of a round may be kept for as long as a newcomer needs for its anchor
+        size = max(1, codec.nbytes * len(members))
+        self._kept_rounds = max(KEPT_ROUNDS, KEPT_BYTES * codec.numel // size)
         is_member = self.number in members
         if is_member:
             base = sent
+            self._end_catch_up()
         else:
             codec.restore(before)
         return ExchangeResult(anchor, position, base, members, is_member)
 
-    def announce(self, round_number: int) -> None:
-        """Let the others wait for this replica in a round; slot 0 calls it."""
-        self._is_live = True
-        self._append(f"{round_number}/announced", self.number)
+    def tend(self) -> float:
+        """Do what others rely on: give a sign of life, if one is due, and send a chunk to each newcomer.
 
-    def beat(self) -> None:
-        """Give a sign of life, if one is due and this replica has what newcomers wait for.
+        Returns:
+            Seconds after which there is more to do.
 
         Raises:
             CompressionError: this replica has ended.
         """
         if self.ended.is_set():
             raise CompressionError("this replica has ended")
-        if self._is_live and time.monotonic() - self._last_beat >= BEAT_S:
+        if time.monotonic() - self._last_beat >= BEAT_S:
             self._last_beat = time.monotonic()
-            self._store.add(f"{PREFIX}beat", 1)
+            if self._board.moved_chunks != self._moved_chunks:
+                self._moved_chunks = self._board.moved_chunks
+                self._launch.count_moved(1)
+            if self._slot == 0 and self._held is not None:
+                self._board.beat()
+            if self._voting is not None:
+                self._board.say_alive(self._voting, self.number)
+        return min([BEAT_S, *(self._send_chunk(upload) for upload in list(self._uploads))])
+
+    def idle(self) -> float:
+        """Like `tend`, between two exchanges: newcomers that wait get the anchor of this replica."""
+        if time.monotonic() - self._last_beat >= BEAT_S:
+            self._hand_over()
+            self._begin_uploads()
+        return self.tend()
+
+    # A round
 
     def _open_round(self, exchange: int, position: Position) -> int:
         """Return the round of this exchange: slot 0 chooses the first undecided one, and tells the others."""
-        key = f"exchange/{self.number}/{exchange}"
         if self._slot == 0:
-            number = max(position.round, _position(self._read("head") or "").round)
-            while self._has(f"{number}/outcome"):
+            number = max(position.round, self._board.head().round)
+            while self._board.outcome(number) is not None:
                 number += 1
             if number > position.round:
-                self.announce(number)
-            self._store.set(f"{PREFIX}{key}", str(number))
-        text = self._wait(lambda: self._read(key), "the round of slot 0")
-        return _parsed(text, int)
+                self._board.announce(number, self.number)
+            self._launch.set_exchange(exchange, number)
+        number = self._wait(lambda: self._launch.exchange(exchange), "the round of slot 0")
+        if number > position.round and self._board.outcome(position.round) is None:
+            raise CompressionError(f"round {position.round} was long ago; a new anchor is needed")
+        return number
 
     def _follow(
         self, anchor: Anchor, position: Position, codec: DeltaCodec
     ) -> tuple[Anchor, Position, tuple[int, ...]]:
         """Wait for the outcome of the round at `position`, and apply it to `anchor`."""
         number, total, summed = position.round, None, None
-        if not self._has(f"{number}/outcome"):
+        if self._board.outcome(number) is None:
             candidates = self._candidates(number)
+            self._voting = number if self._slot == 0 else None
             bad, total = self._sum(number, candidates, codec)
-            summed = [each for each in candidates if str(each) not in bad]
-            self._store.set(f"{PREFIX}{number}/checked/{self.number}/{self._slot}", json.dumps(bad))
+            summed = tuple(each for each in candidates if each not in bad)
+            self._launch.set_checked(self._slot, number, bad)
             if self._slot == 0:
                 self._conclude(number, candidates)
-        text = self._wait(lambda: self._read(f"{number}/outcome"), f"the outcome of round {number}")
-        outcome = _parsed(text, dict)
-        members, donors = tuple(outcome.get("members", ())), outcome.get("donors", {})
-        if list(members) != summed:
+        text = self._wait(lambda: self._board.outcome(number), f"the outcome of round {number}")
+        members = members_of(text)
+        if members != summed:
             bad, total = self._sum(number, members, codec)
             if bad:
                 raise CompressionError(f"round {number}: packets are no longer there; a new anchor is needed")
@@ -271,226 +289,255 @@ class Rounds:
             assert total is not None
             anchor = anchor.step(total / len(members), self._options)
         before, position = position, position.after(text)
-        for newcomer, donor in donors.items():
-            if donor == self.number:
-                state = torch.cat(anchor).view(torch.uint8)
-                # the newcomer deletes it; rounds may be shorter than the time that it takes to see it
-                self._put(f"state/{newcomer}/{self._slot}", state, json.dumps(position), number, self._limit)
         if members and self.number == min(members):
-            self._delete_packets(number - KEPT_ROUNDS)
+            self._board.delete_rounds(self._slot, self._first_kept(number))
         if self._slot == 0:
-            for newcomer in donors:
-                self._store.set(f"{PREFIX}given/{newcomer}", "1")
-            self._move_head(before, position)
-            self.announce(position.round)
+            self._board.move_head(before, position)
+        self.take_part(anchor, position)
         return anchor, position, members
 
     def _candidates(self, number: int) -> list[int]:
         """Wait until it is decided who came to a round in time. Slot 0 decides it, if its replica came."""
         since: float | None = None
         # members of the round before may not have seen its outcome yet, so they have not announced themselves
-        expected = set(self._members(number - 1)) if self._slot == 0 else set[int]()
+        expected = set(members_of(self._board.outcome(number - 1) or "{}")) if self._slot == 0 else set[int]()
 
-        def ready() -> str | None:
+        def ready() -> list[int] | None:
             nonlocal since
-            key = f"{number}/candidates"
-            came = self._numbers(f"{number}/came") if self._slot == 0 else []
+            came = self._board.came(number) if self._slot == 0 else []
             if self.number in came:
                 since = since or time.monotonic()
                 is_enough = len(came) >= self._options.quorum
-                is_complete = expected.union(self._numbers(f"{number}/announced")) <= set(came)
+                is_complete = expected.union(self._board.announced(number)) <= set(came)
                 if (is_complete and is_enough) or time.monotonic() - since > self._options.grace_s:
-                    return self._decide(key, json.dumps(sorted(came) if is_enough else []))
-            return self._read(key)
+                    return self._board.decide_candidates(number, came if is_enough else [])
+            return self._board.candidates(number)
 
-        found = self._wait(ready, f"the other slots of this replica in round {number}")
-        return [int(each) for each in _parsed(found, list)]
-
-    def _members(self, number: int) -> list[int]:
-        """Return whose packets counted in a round."""
-        outcome = _parsed(self._read(f"{number}/outcome") or "{}", dict)
-        return [int(each) for each in outcome.get("members", ())]
+        return self._wait(ready, f"the other slots of this replica in round {number}")
 
     def _sum(
         self, number: int, replicas: Sequence[int], codec: DeltaCodec
-    ) -> tuple[dict[str, str], Tensor | None]:
+    ) -> tuple[dict[int, str], Tensor | None]:
         """Return why packets of this slot are bad, by replica, and the sum of the deltas in the others."""
-        bad: dict[str, str] = {}
+        bad: dict[int, str] = {}
         total: Tensor | None = None
         for replica in replicas:
             try:
-                packet, _ = self._get(f"{number}/packet/{replica}/{self._slot}")
-                delta = codec.decode(packet, number, replica)
+                delta = codec.decode(self._packet(number, replica), number, replica)
             except CompressionError as error:
-                bad[str(replica)] = str(error)
+                bad[replica] = str(error)
                 continue
             total = delta if total is None else total.add_(delta)
         return bad, total
 
+    def _packet(self, number: int, replica: int) -> Tensor:
+        """Return a packet; that of this rank is at hand."""
+        own_number, own_digest, packet = self._own
+        is_own = (number, replica) == (own_number, self.number)
+        if (
+            packet is not None
+            and is_own
+            and self._board.packet_digest(number, self._slot, replica) == own_digest
+        ):
+            return packet
+        return self._board.packet(number, self._slot, replica)
+
     def _conclude(self, number: int, candidates: Sequence[int]) -> None:
-        """Decide the outcome of a round, when all slots of this replica have checked the packets."""
-        bad: dict[str, str] = {}
-        outcome = f"{number}/outcome"
+        """Vote when all slots of this replica have checked the packets, and help to decide the outcome."""
+        bad: dict[int, str] = {}
         for slot in range(self._slots):
-            keys = f"{number}/checked/{self.number}/{slot}", outcome
-            text = self._wait(functools.partial(self._read_any, *keys), f"slot {slot} in round {number}")
-            if self._has(outcome):  # decided by another replica: a slot that saw it has checked nothing
-                return
-            bad |= _parsed(text, dict)
-        for replica, why in bad.items():
+            checked = functools.partial(self._checked, number, slot)
+            bad |= self._wait(checked, f"slot {slot} in round {number}")
+        self._board.vote(number, self.number, sorted(bad))
+        self._voting = None
+        outcome = self._wait(self._vote_counter(number, candidates), f"votes of round {number}")
+        for replica in sorted(set(candidates).difference(members_of(outcome))):
+            why = bad.get(replica, "other replicas cannot read its packet")
             log.warning("ds_compress: round %d: replica %s is left out: %s", number, replica, why)
-        members = [each for each in candidates if str(each) not in bad]
-        waiting = [each for each in self._numbers("wants") if not self._has(f"given/{each}")]
-        # who decides is alive; a member may have died after it sent its packet
-        donors = dict.fromkeys(map(str, waiting), self.number)
-        self._decide(outcome, json.dumps({"members": members, "donors": donors}))
 
-    def _move_head(self, before: Position, after: Position) -> None:
-        expected, new = json.dumps(before), json.dumps(after)
-        found = self._store.compare_set(f"{PREFIX}head", expected, new).decode()
-        if found != new and _position(found).round <= after.round:
-            raise CompressionError("another replica has gone on with another anchor")
+    def _checked(self, number: int, slot: int) -> dict[int, str] | None:
+        """Return why packets of a slot are bad; a slot that saw an outcome of others has checked nothing."""
+        found = self._launch.checked(slot, number)
+        return {} if found is None and self._board.outcome(number) is not None else found
 
-    # The store: keys below `PREFIX`, values that are checked
+    def _vote_counter(self, number: int, candidates: Sequence[int]) -> Callable[[], str | None]:
+        """Return what counts the votes of a round, and returns its outcome as soon as no vote that is to come
+        can change it. Votes come from candidates; who has been silent for the grace time has none."""
+        signs, heard, began = dict[int, int](), dict[int, float](), time.monotonic()
 
-    def _wait(self, ready: Callable[[], Found | None], what: str, limit: float | None = None) -> Found:
-        limit = limit or self._limit
-        deadline, pause = time.monotonic() + limit, 0.01
+        def is_expected(replica: int, alive: list[str]) -> bool:
+            now = time.monotonic()
+            if signs.get(replica) != alive.count(str(replica)):
+                signs[replica], heard[replica] = alive.count(str(replica)), now
+            is_silent = now - heard[replica] > self._options.grace_s + BEAT_S
+            return not is_silent and now - began < TRANSFER_S
+
+        def ready() -> str | None:
+            if (outcome := self._board.outcome(number)) is not None:
+                return outcome
+            votes = self._board.votes(number)
+            missing = [each for each in candidates if each not in votes]
+            alive = self._board.alive(number) if missing else []
+            counted = [votes[each] for each in candidates if each in votes]
+            voters = len(counted) + sum([is_expected(each, alive) for each in missing])
+            members = []
+            for replica in candidates:
+                bad = sum(replica in vote for vote in counted)
+                if 2 * (len(counted) - bad) > voters:
+                    members.append(replica)
+                elif 2 * bad < voters:
+                    return None
+            return self._board.decide_outcome(number, members)
+
+        return ready
+
+    def _first_kept(self, number: int) -> int:
+        """Return the first round whose packets are needed when round `number` is the last one."""
+        given = [each[0] for each in self._board.newcomers().values() if each is not None]
+        needed = [each for each in given if each > number - self._kept_rounds]
+        return min([number - KEPT_ROUNDS + 1, *needed])
+
+    def _purge(self, number: int) -> None:
+        """Delete the packets of this rank that nobody needs when round `number` is open."""
+        if self._posted and self._posted[0] <= number - KEPT_ROUNDS:
+            first = self._first_kept(number)
+            for each in [each for each in self._posted if each < first]:
+                self._board.delete_packet(each, self._slot, self.number)
+            self._posted = [each for each in self._posted if each >= first]
+
+    # The anchor for a newcomer
+
+    def _hand_over(self) -> None:
+        """Let newcomers have the anchor of this replica. All its slots are at this position, or behind it."""
+        if self._slot or self._held is None:
+            return
+        _, position = self._held
+        newcomers = self._board.newcomers()
+        for name, given in newcomers.items():
+            if given is not None and given[0] <= position.round - self._kept_rounds:  # it has died
+                self._forget(name)
+                for slot in range(self._slots):
+                    self._board.end_shipment(int(name), slot)
+        waiting = [name for name, given in newcomers.items() if given is None and int(name) != self.number]
+        if not waiting or self._board.head() != position:
+            return
+        handed = self._launch.handed()
+        handed = {each: number for each, number in handed.items() if number > position.round - KEPT_ROUNDS}
+        for name in waiting:
+            given = [position.round, self.number]
+            if self._board.change_newcomers(functools.partial(_give, name, given)):
+                handed[int(name)] = position.round
+        self._launch.set_handed(handed)
+
+    def _begin_uploads(self) -> None:
+        """Begin to send the anchor to the newcomers to which slot 0 hands it over."""
+        if self._held is None:
+            return
+        anchor, position = self._held
+        handed = self._launch.handed()
+        for newcomer, number in handed.items():
+            if newcomer not in self._handed and number == position.round:
+                self._handed.add(newcomer)
+                self._uploads.append(_Upload(newcomer, anchor, position))
+        self._handed &= handed.keys()
+
+    def _send_chunk(self, upload: _Upload) -> float:
+        """Send a chunk of an anchor, if the newcomer has taken enough; return seconds until the next one."""
+        count, newcomer = len(upload.chunks), upload.newcomer
+        if upload.shipment.sent < min(count, upload.taken + WINDOW):
+            upload.shipment = upload.shipment._replace(sent=upload.shipment.sent + 1)
+            self._board.ship(newcomer, self._slot, upload.chunks[upload.shipment.sent - 1], upload.shipment)
+            return 0.0
+        now = time.monotonic()
+        if now < upload.next_look:
+            return upload.next_look - now
+        upload.next_look = now + LOOK_S
+        taken = self._board.taken(newcomer, self._slot)
+        if taken is not None and taken > upload.taken:
+            upload.taken, upload.moved = taken, now
+        is_over = taken is None or taken < 0
+        if upload.taken == count or is_over or now - upload.moved > self._limit:
+            self._uploads.remove(upload)
+            self._board.end_shipment(newcomer, self._slot)
+            if upload.taken < count and self._slot == 0:
+                self._forget(str(newcomer))
+        return 0.0
+
+    def _take_anchor(self, numel: int, digest: str) -> tuple[Anchor | None, Position]:
+        beats, heard = "", time.monotonic()
+
+        def ready() -> bool | None:
+            nonlocal beats, heard
+            if self._board.shipment(self.number, self._slot) or self._launch.alone() is not None:
+                return True
+            if self._slot == 0 and (now := self._board.beats()) != beats:
+                beats, heard = now, time.monotonic()
+            if self._slot == 0 and time.monotonic() - heard > ABANDONED_S:
+                head = self._board.head()
+                self._board.move_head(head, Position(head.round, digest))
+                self._forget(str(self.number))
+                self._launch.go_alone(head.round)
+            return None
+
+        self._wait(ready, "the anchor of another replica")
+        if (number := self._launch.alone()) is not None:
+            self._board.end_shipment(self.number, self._slot)
+            return None, Position(number, digest)
+        shipment = self._board.shipment(self.number, self._slot)
+        assert shipment is not None
+        if shipment.numel != numel:
+            raise CompressionError(f"an anchor of {shipment.numel} values came, expected {numel}")
+        anchor = Anchor(*(torch.empty(numel, dtype=torch.float32, device="cpu") for _ in range(2)))
+        for number, chunk in enumerate(_chunks(anchor)):
+            self._wait(functools.partial(self._has_chunk, number), f"part {number} of an anchor")
+            content = self._board.take(self.number, self._slot, number)
+            chunk.numpy()[:] = memoryview(content)
+            self._board.say_taken(self.number, self._slot, number + 1)
+        self._has_caught_up = True
+        return anchor, shipment.position
+
+    def _has_chunk(self, number: int) -> bool | None:
+        found = self._board.shipment(self.number, self._slot)
+        return True if found is not None and found.sent > number else None
+
+    def _end_catch_up(self) -> None:
+        """Say that this newcomer needs no older packets, when it is a member."""
+        if self._has_caught_up:
+            self._has_caught_up = False
+            if self._slot == 0:
+                self._forget(str(self.number))
+            if self._board.taken(self.number, self._slot) is not None:  # who sent the anchor has died
+                self._board.end_shipment(self.number, self._slot)
+
+    def _forget(self, name: str) -> None:
+        self._board.change_newcomers(functools.partial(_without, name))
+
+    def _wait(self, ready: Callable[[], Found | None], what: str) -> Found:
+        """Return what `ready` returns, when it is not None.
+
+        Raises:
+            CompressionError: no rank of this launch has sent or received anything for too long.
+        """
+        moved, since, pause = self._launch.count_moved(), time.monotonic(), 0.01
         while (found := ready()) is None:
-            if time.monotonic() > deadline:
-                raise CompressionError(f"{what} did not come within {limit:g} s")
-            self.ended.wait(pause)
+            if time.monotonic() - since > self._limit:
+                before, moved, since = moved, self._launch.count_moved(), time.monotonic()
+                if moved == before:
+                    raise CompressionError(f"{what} did not come within {self._limit:g} s")
             pause = min(1.5 * pause, 0.5)
-            self.beat()
+            self.ended.wait(min(pause, self.tend()))
         return found
 
-    def _has(self, key: str) -> bool:
-        return self._store.check([f"{PREFIX}{key}"])
 
-    def _read(self, key: str) -> str | None:
-        return self._store.get(f"{PREFIX}{key}").decode(errors="replace") if self._has(key) else None
-
-    def _read_any(self, *keys: str) -> str | None:
-        return next((text for key in keys if (text := self._read(key)) is not None), None)
-
-    def _decide(self, key: str, value: str) -> str:
-        """Write `value` unless the key has one; return what it has."""
-        return self._store.compare_set(f"{PREFIX}{key}", "", value).decode(errors="replace")
-
-    def _append(self, key: str, number: int) -> None:
-        self._store.append(f"{PREFIX}{key}", f"{number},")
-
-    def _numbers(self, key: str) -> list[int]:
-        words = (self._read(key) or "").split(",")
-        return sorted({int(word) for word in words if word.isascii() and word.isdigit() and len(word) < 10})
-
-    def _put(self, key: str, data: Tensor, note: str, number: int, seconds: float = 0.0) -> str:
-        """Store bytes, with a note; they are deleted `KEPT_ROUNDS` rounds after round `number`, but kept for
-        `seconds`.
-
-        Returns:
-            Their digest.
-        """
-        content = data.numpy().tobytes()
-        self._posted.append((number, time.monotonic() + seconds, key, data.numel()))
-        for start in range(0, data.numel(), CHUNK):
-            self._store.set(f"{PREFIX}{key}/{start}", content[start : start + CHUNK])
-            self.beat()
-        digest = hashlib.blake2b(content, digest_size=16).hexdigest()
-        self._store.set(f"{PREFIX}{key}", json.dumps([data.numel(), digest, note]))
-        return digest
-
-    def _get(self, key: str) -> tuple[Tensor, str]:
-        """Return the bytes that `_put` stored, and the note; the packet of this rank is at hand."""
-        text = self._read(key)
-        if text is None:
-            raise CompressionError("it is not in the store")
-        nbytes, digest, note = (*_parsed(text, list), None, None, None)[:3]
-        if not isinstance(nbytes, int) or not 0 <= nbytes < 2**40:
-            raise CompressionError(f"{shown(nbytes)} is no size")
-        own_key, own_digest, packet = self._own
-        if packet is not None and (key, digest) == (own_key, own_digest):
-            return packet, str(note)
-        parts = list[bytes]()
-        for start in range(0, nbytes, CHUNK):
-            if not self._has(f"{key}/{start}"):
-                raise CompressionError("a part of it is not in the store")
-            parts.append(self._store.get(f"{PREFIX}{key}/{start}"))
-            self.beat()
-        content = b"".join(parts)
-        if len(content) != nbytes or hashlib.blake2b(content, digest_size=16).hexdigest() != digest:
-            raise CompressionError("it was damaged on its way")
-        self.received_bytes += len(content)
-        data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        data.numpy()[:] = memoryview(content)
-        return data, str(note)
-
-    def _delete(self, key: str, nbytes: int) -> None:
-        for start in range(0, nbytes, CHUNK):
-            self._store.delete_key(f"{PREFIX}{key}/{start}")
-        self._store.delete_key(f"{PREFIX}{key}")
-
-    def _delete_packets(self, number: int) -> None:
-        """Delete packets of this slot in a round that are still there: of replicas that were killed."""
-        for replica in self._numbers(f"{number}/announced"):
-            key, start = f"{number}/packet/{replica}/{self._slot}", 0
-            while self._has(f"{key}/{start}"):
-                self._store.delete_key(f"{PREFIX}{key}/{start}")
-                start += CHUNK
-            self._store.delete_key(f"{PREFIX}{key}")
-
-    def _purge(self, last: int) -> None:
-        """Delete what this rank stored for rounds up to `last`."""
-        kept = []
-        for posted in self._posted:
-            number, until, key, nbytes = posted
-            if number > last or time.monotonic() < until:
-                kept.append(posted)
-            else:
-                self._delete(key, nbytes)
-        self._posted = kept
+def _chunks(anchor: Anchor) -> list[Tensor]:
+    """Return views of an anchor: its bytes, in chunks."""
+    return [chunk for each in anchor for chunk in each.view(torch.uint8).split(CHUNK)]
 
 
-def survey(store: Any) -> dict[str, Any]:
-    """Return what a store says of its replicas, and change nothing in it.
-
-    Returns:
-        settings: what all replicas must have; empty before the first one.
-        round: the one that is open; announced: the replicas that will take part in it.
-        members: those whose packets counted in the round before.
-        beats: signs of life so far.
-
-    Raises:
-        CompressionError: what is there was not written by replicas.
-    """
-    rounds = Rounds(store, 0, 0, OuterOptions())
-    number = _position(rounds._read("head") or '[0, ""]').round
-    return {
-        "settings": _parsed(rounds._read("settings") or "{}", dict),
-        "round": number,
-        "announced": rounds._numbers(f"{number}/announced"),
-        "members": rounds._members(number - 1),
-        "beats": rounds._read("beat") or "0",
-    }
+def _give(name: str, given: list[int], newcomers: dict[str, Any]) -> dict[str, Any] | None:
+    """Let a newcomer that waits have an anchor; None if it waits no more."""
+    return {**newcomers, name: given} if newcomers.get(name, given) is None else None
 
 
-def _parsed(text: str, kind: type[Found]) -> Found:
-    """Parse a value of the store.
-
-    Raises:
-        CompressionError: it is no JSON of this kind.
-    """
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise CompressionError(f"the replica store has {shown(text)}: {in_one_line(error)}") from None
-    if not isinstance(value, kind):
-        raise CompressionError(f"the replica store has {shown(text)}, expected {kind.__name__}")
-    return value
-
-
-def _position(text: str) -> Position:
-    found = _parsed(text, list)
-    if len(found) != 2 or not isinstance(found[0], int) or not isinstance(found[1], str):
-        raise CompressionError(f"the replica store has {shown(text)} as head")
-    return Position(*found)
+def _without(name: str, newcomers: dict[str, Any]) -> dict[str, Any]:
+    return {each: given for each, given in newcomers.items() if each != name}

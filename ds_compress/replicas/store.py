@@ -4,6 +4,7 @@ import contextlib
 import os
 import socket
 import threading
+import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
@@ -20,6 +21,31 @@ from ds_compress.version import __version__
 PLACE = f"{KEY}.replicas"
 CONNECT_S = 30.0
 """Seconds in which a store answers."""
+
+
+class WatchedStore:
+    """A store that says for how long it has not answered."""
+
+    def __init__(self, store: Any):
+        self._store = store
+        self._asked: float | None = None
+
+    def silence(self) -> float:
+        """Return the seconds since the call that is in progress began; 0 without one."""
+        asked = self._asked
+        return 0.0 if asked is None else time.monotonic() - asked
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+
+        def call(*args: Any) -> Any:
+            self._asked = time.monotonic()
+            try:
+                return method(*args)
+            finally:
+                self._asked = None
+
+        return call
 
 
 def connect(address: str, origin: str = f"{PLACE}.every: {STORE}", seconds: float = CONNECT_S) -> TCPStore:

@@ -5,13 +5,16 @@ import json
 import threading
 
 import pytest
-from torch.distributed import TCPStore
+import torch
+from torch.distributed import HashStore, TCPStore
 
 from ds_compress.cli import main
 from ds_compress.cli.doctor import store as store_module
 from ds_compress.config import Config
 from ds_compress.config.replicas import OuterOptions
-from ds_compress.replicas.rounds import PREFIX, Position, Rounds
+from ds_compress.replicas.board import PREFIX, Position
+from ds_compress.replicas.outer_step import Anchor
+from ds_compress.replicas.rounds import Rounds
 from ds_compress.replicas.store import shared_settings
 
 BLOCK = {"replicas": {"codec": {"name": "quantize", "bits": 4}, "feedback": "ef", "every": 30}}
@@ -40,9 +43,10 @@ def doctor(store, capsys, monkeypatch, tmp_path):
 
 
 def join_site(store, block=BLOCK):
-    rounds = Rounds(store, 0, 2, OuterOptions())
+    rounds = Rounds(store, HashStore(), 0, 2, OuterOptions())
     rounds.number = rounds.join(shared_settings(Config(block)), Position(0, "first")).number
-    rounds.announce(0)
+    anchor = Anchor(torch.zeros(1), torch.zeros(1))
+    rounds.take_part(anchor, Position(0, "first"))
     return rounds
 
 

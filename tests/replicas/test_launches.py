@@ -164,10 +164,11 @@ from types import SimpleNamespace
 from torch.distributed import TCPStore
 from ds_compress.engine import outer
 torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
-worker = outer._Worker(outer.connect("127.0.0.1:PORT"), SimpleNamespace(grace_s=300.0))
+options, own = SimpleNamespace(grace_s=300.0), torch.distributed.HashStore()
+worker = outer._Worker(own, options, outer.connect("127.0.0.1:PORT"))
 def task():
     try:
-        worker.rounds._wait(lambda: worker.rounds._read("never"), "what never comes")
+        worker.rounds._wait(lambda: worker.rounds._board.outcome(99), "what never comes")
     finally:
         print("the thread has ended", flush=True)
 worker.run(task)
@@ -314,7 +315,7 @@ def test_a_store_that_is_lost_between_rounds_leaves_a_thread_that_says_it():
     class Lost:
         number, tries = 0, 0
 
-        def beat(self):
+        def idle(self):
             self.tries += 1
             raise RuntimeError("the store is gone")
 
@@ -324,7 +325,89 @@ def test_a_store_that_is_lost_between_rounds_leaves_a_thread_that_says_it():
         thread.start()
         while rounds.tries < 2:
             pass
-        tasks.put((future, rounds.beat))
+        tasks.put((future, rounds.idle))
         assert "the store is gone" in str(future.exception(600))
         tasks.put(None)
         thread.join()
+
+
+def freeze(launch, config, then):
+    """Train a round, freeze or unfreeze a parameter in one of two launches, and train more."""
+    engine = build(1, config, wide_layers())
+    data, parameters = data_of(launch, engine), list(engine.module.parameters())
+    if then == "unfreeze":  # as if it had been frozen in deepspeed.initialize
+        del engine.ds_compress.outer._trained[0]
+        with pytest.raises(CompressionError) as refused:
+            engine.ds_compress.outer._check_trained()
+        return str(refused.value)
+    engine.ds_compress.outer.begin_step()
+    wait_for_seats(2)
+    for step in range(9):
+        if step == 4 and launch == 0:
+            parameters[0].requires_grad = False
+        engine.train_batch(data)
+    engine.ds_compress.outer.collect()
+    return engine.ds_compress.outer._members, digest(engine)
+
+
+def test_a_parameter_that_is_frozen_later_stays_in_the_exchange(store):
+    """The delta had fewer values than the anchor: a raw RuntimeError about sizes ended the run."""
+    results = run_launches(2, 1, freeze, ds_config(block(delay=0)), "freeze")
+    assert results[0] == results[1] and results[0][0][0] == 2
+
+
+def test_a_parameter_that_is_unfrozen_later_is_refused(store):
+    """Other replicas would never get it."""
+    (line,) = run_ranks(1, freeze, 0, ds_config(block()), "unfreeze")
+    assert "is trained now, but not when deepspeed.initialize was called" in line
+
+
+def alone(launch, config, harm):
+    """Lose the store in the middle of training; another one, with what `harm` says, takes its place."""
+    lines = log_lines()
+    engine = build(1, config, wide_layers())
+    data, outer = data_of(launch, engine), engine.ds_compress.outer
+    for _ in range(3):
+        engine.train_batch(data)
+    outer.collect()
+    another = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    another.set("ds_compress/outer/settings", harm)
+    os.environ[STORE] = f"127.0.0.1:{another.port}"
+    outer._leave("the test says so")
+    for _ in range(6):
+        outer._probe.exception()
+        engine.train_batch(data)
+    assert outer._worker is None
+    return [line for line in lines if "trains on alone" in line]
+
+
+@pytest.mark.parametrize("harm", ['{"ds_compress": "0.1"}', "rubbish"])
+def test_a_running_site_outlives_a_store_of_other_launches(harm, store):
+    """It was ended when it joined again, though its weights were fine."""
+    ((lines,),) = run_launches(1, 1, alone, ds_config(block(delay=0)), harm)
+    assert len(lines) >= 2 and ("the other replicas have" in lines[1] or "the replica store has" in lines[1])
+
+
+def silent(launch, config):
+    """Train while the store does not answer; return the losses, and the rounds after it answers again."""
+    engine = build(1, config, wide_layers())
+    data, outer = data_of(launch, engine), engine.ds_compress.outer
+    outer.begin_step()
+    answers, check = threading.Event(), outer._worker.store._store.check
+
+    def late(*args):
+        answers.wait()
+        return check(*args)
+
+    outer._worker.store._store = SimpleNamespace(
+        check=late, get=outer._worker.store._store.get, **dict.fromkeys(("set", "add", "append"))
+    )
+    with mock.patch("ds_compress.engine.outer.ANSWER_S", 0.1):
+        for _ in range(8):
+            engine.train_batch(data)
+    return outer._is_late, outer.sent.messages
+
+
+def test_training_does_not_wait_for_a_store_that_does_not_answer(store):
+    """A store that was busy with strangers stalled a step by 16 s."""
+    assert run_launches(1, 1, silent, ds_config(block())) == [[(True, 0)]]

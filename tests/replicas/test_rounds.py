@@ -11,13 +11,14 @@ from datetime import timedelta
 
 import pytest
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 
 from ds_compress.config.replicas import OuterOptions, ReplicasOptions, build_replica_codec
 from ds_compress.errors import CompressionError
 from ds_compress.replicas import rounds as rounds_module
+from ds_compress.replicas.board import PREFIX, Position, members_of
 from ds_compress.replicas.outer_step import Anchor, DeltaCodec, DeltaPart
-from ds_compress.replicas.rounds import PREFIX, Position, Rounds
+from ds_compress.replicas.rounds import Rounds
 from ds_compress.replicas.store import connect
 from tests.support.network import disturb, eventually, flood
 
@@ -42,10 +43,10 @@ class Launch:
 
     def __init__(self, store, digest="first", announces=True, **options):
         options = OuterOptions(**{"grace_s": 60.0, **options})
-        self.slots = []
+        self.slots, own = [], HashStore()
         for slot in range(SLOTS):
             client = TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=PATIENCE))
-            self.slots.append(Rounds(client, slot, SLOTS, options))
+            self.slots.append(Rounds(client, own, slot, SLOTS, options))
         joined = self.slots[0].join(SETTINGS, Position(0, digest))
         for rounds in self.slots:
             rounds.number = joined.number
@@ -57,7 +58,11 @@ class Launch:
         ]
         self.exchanges, self.pool = 0, ThreadPoolExecutor(SLOTS)
         if announces and not self.is_newcomer:
-            self.slots[0].announce(self.position.round)
+            self.take_part()
+
+    def take_part(self):
+        for rounds, anchor in zip(self.slots, self.anchors):
+            rounds.take_part(anchor, self.position)
 
     def start(self, learned):
         """Begin an exchange in which each slot has learned `learned`, a number; return its future results."""
@@ -76,18 +81,25 @@ class Launch:
         return results
 
     def catch_up(self):
-        return [self.pool.submit(rounds.catch_up, self.position, NUMEL, "own") for rounds in self.slots]
+        return [self.pool.submit(rounds.catch_up, NUMEL, "own") for rounds in self.slots]
 
     def join(self, other, learned):
-        """Take over what `other` has after a round in which it learns that; be announced for the next."""
-        futures = self.catch_up()
-        while self.number not in other.slots[0]._numbers("wants"):
-            pass
+        """Take over what `other` has before a round in which it learns that; follow it."""
+        self.wait_for_anchor()
         play([other], [learned])
-        self.anchors, positions = zip(*(future.result(PATIENCE) for future in futures))
+        self.take_anchor(other)
+
+    def wait_for_anchor(self):
+        self.waits = self.catch_up()
+        while str(self.number) not in self.slots[0]._board.newcomers():
+            pass
+
+    def take_anchor(self, other):
+        """Take the anchor that another replica hands over, while `other` trains."""
+        hand_over_until(other, lambda: all(future.done() for future in self.waits))
+        self.anchors, positions = zip(*(future.result(PATIENCE) for future in self.waits))
         self.position = positions[0]
-        assert_alike([other, self])
-        self.slots[0].announce(self.position.round)
+        self.take_part()
 
 
 def play(launches, learned):
@@ -120,33 +132,33 @@ def test_the_anchor_moves_by_the_mean_of_all(store):
     assert moved(launches[0], start) == pytest.approx(0.9, abs=0.01)
 
 
-def test_who_decides_hands_its_anchor_to_a_newcomer(store):
+def test_a_newcomer_gets_its_anchor_from_one_that_lives(store, monkeypatch):
     """A member may have been killed after it sent its packet: its newcomer waited five minutes for it. And
     without a quorum rounds have no members, and a newcomer that would complete it waited for ever."""
+    monkeypatch.setattr(rounds_module, "BEAT_S", 0.1)
     dead, living = Launch(store, quorum=2, grace_s=0.1), Launch(store, announces=False, quorum=2, grace_s=0.1)
     newcomer = Launch(store, digest="other", quorum=2, grace_s=0.1)
-    waits = newcomer.catch_up()
-    while newcomer.number not in living.slots[0]._numbers("wants"):
-        pass
+    newcomer.wait_for_anchor()
     for slot in range(SLOTS):  # the packet of one that dies now
-        dead.slots[slot]._put(f"0/packet/{dead.number}/{slot}", torch.zeros(4, dtype=torch.uint8), "", 0)
-    dead.slots[0]._append("0/came", dead.number)
+        dead.slots[slot]._board.put_packet(0, slot, dead.number, torch.zeros(4, dtype=torch.uint8))
+    dead.slots[0]._board.come(0, dead.number)
+    start = living.anchors
     play([living], [0.1])
-    ((anchor, position), _) = [future.result(PATIENCE) for future in waits]
-    assert position == living.position and torch.equal(anchor.values, living.anchors[0].values)
+    newcomer.take_anchor(living)
+    assert newcomer.position.round == 0 and torch.equal(newcomer.anchors[0].values, start[0].values)
 
 
 def test_packets_of_one_that_was_killed_leave_the_store(store):
     """Only who sent a packet deleted it: each kill left some in the store for ever."""
     first, killed = Launch(store), Launch(store, grace_s=0.1)
     play([first, killed], [0.1, 0.2])
-    keys = [f"0/packet/{killed.number}/{slot}" for slot in range(SLOTS)]
-    assert all(first.slots[0]._has(key) and first.slots[0]._has(f"{key}/0") for key in keys)
+    keys = [f"{PREFIX}0/packet/{slot}/{killed.number}" for slot in range(SLOTS)]
+    assert all(store.check([key, f"{key}/0"]) for key in keys)
     for slot in first.slots:
         slot._options = OuterOptions(grace_s=0.1)
     for _ in range(rounds_module.KEPT_ROUNDS):
         play([first], [0.1])
-    assert not any(first.slots[0]._has(key) or first.slots[0]._has(f"{key}/0") for key in keys)
+    assert not any(store.check([key]) or store.check([f"{key}/0"]) for key in keys)
 
 
 def test_one_that_is_late_is_left_out_and_counts_in_the_next_round(store):
@@ -156,7 +168,7 @@ def test_one_that_is_late_is_left_out_and_counts_in_the_next_round(store):
     assert result.members == (1,) and moved(first, start) == pytest.approx(0.1, abs=0.01)
     # its next exchange: it applies the round that it has missed, and sends for the one that is open
     futures = late.start(0.4)
-    while late.number not in first.slots[0]._numbers("1/came"):
+    while late.number not in first.slots[0]._board.came(1):
         pass
     play([first], [0.0])
     results = late.finish(futures)
@@ -169,13 +181,13 @@ def test_members_of_a_round_are_waited_for_in_the_next_one(store):
     """A quick replica decided the next round alone, before the other one had seen the outcome of this one."""
     first, second = Launch(store), Launch(store)
     has_decided = threading.Event()
-    announce = second.slots[0].announce
+    take_part = second.slots[0].take_part
 
-    def slowly(number):
+    def slowly(*args):
         has_decided.wait(PATIENCE)
-        announce(number)
+        take_part(*args)
 
-    second.slots[0].announce = slowly
+    second.slots[0].take_part = slowly
     own, other = first.start(1.0), second.start(3.0)
     first.finish(own)
     own = first.start(1.0)
@@ -229,33 +241,166 @@ def test_a_newcomer_takes_anchor_and_momentum(store):
 
 
 def test_the_anchor_for_a_newcomer_outlasts_short_rounds(store):
-    """It was deleted three rounds later; a newcomer that had not seen it waited five minutes in vain."""
+    """Packets were deleted three rounds later; a slow newcomer could not follow, and asked again."""
     first = Launch(store)
     play([first], [0.1])
     newcomer = Launch(store, digest="another")
-    newcomer.slots[0]._append("wants", newcomer.number)
+    newcomer.wait_for_anchor()
     for _ in range(8):
         play([first], [0.1])
-    ((anchor, position), _) = [future.result(PATIENCE) for future in newcomer.catch_up()]
-    assert position.round == 2 and anchor.values.numel() == NUMEL
-    dead = Launch(store, digest="one that dies")
-    dead.slots[0]._append("wants", dead.number)
-    play([first], [0.1])
-    assert store.check([f"{PREFIX}state/{dead.number}/0"])
-    for rounds in first.slots:  # later
-        rounds._posted = [(number, 0.0, *posted) for number, _, *posted in rounds._posted]
-    for _ in range(8):
+    newcomer.take_anchor(first)
+    assert newcomer.position.round == 1
+    own, other = newcomer.start(0.1), first.start(0.1)
+    first.finish(other)
+    newcomer.finish(own)
+    assert newcomer.position.round >= 9
+    for _ in range(2):
+        results = play([first, newcomer], [0.1, 0.1])
+    assert results[0][0].members == (first.number, newcomer.number)
+    assert_alike([first, newcomer])
+    assert first.slots[0]._board.newcomers() == {}
+
+
+def hand_over_until(giver, is_done):
+    """Let a replica be idle, as its thread does between two exchanges."""
+    while True:
+        for rounds in giver.slots:
+            rounds._last_beat = -rounds_module.BEAT_S
+            rounds.idle()
+        if is_done():
+            return
+
+
+def test_one_that_does_not_train_hands_over_its_anchor(store):
+    """Only rounds handed over anchors: beside a site that was alive, and did not train, newcomers waited for
+    ever."""
+    first = Launch(store)
+    play([first], [0.3])
+    newcomer = Launch(store, digest="another")
+    newcomer.wait_for_anchor()
+    newcomer.take_anchor(first)
+    assert_alike([first, newcomer])
+    assert play([first, newcomer], [0.1, 0.1])[0][0].members == (1, 2)
+
+
+class Clock:
+    """Stands for the module `time`."""
+
+    now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(rounds_module, "time", clock)
+    return clock
+
+
+def test_a_newcomer_to_which_nobody_hands_an_anchor_gives_up(store, clock):
+    """The others give signs of life, so it does not go on instead of them; it waited for ever."""
+    first = Launch(store)
+    newcomer = Launch(store, digest="another")
+    newcomer.wait_for_anchor()
+    while not all(future.done() for future in newcomer.waits):
+        clock.now += 5.0
+        first.slots[0].tend()
+    for future in newcomer.waits:
+        with pytest.raises(CompressionError, match="the anchor of another replica did not come within 360 s"):
+            future.result()
+    assert not [key for key in store.list_keys() if "/anchor/" in key]
+    assert first.slots[0]._board.newcomers() == {} and first.slots[0]._board.head() == first.position
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_an_anchor_that_makes_progress_is_not_given_up(store, is_lost, clock, monkeypatch):
+    """What took longer than `grace_s` and 300 s was given up, asked for again, and sent again from the start.
+    Now the time without progress is limited; if there is none, little was sent in vain."""
+    monkeypatch.setattr(rounds_module, "CHUNK", 4000)
+    monkeypatch.setattr(rounds_module, "LOOK_S", 0.0)
+    first, newcomer = Launch(store), Launch(store, digest="another")
+    begun, ships = clock.now, []
+    for rounds in first.slots:
+        ship = rounds._board.ship
+
+        def slowly(*args, ship=ship):
+            ships.append(args)
+            clock.now += (
+                8.0  # even if all parts of the other slot come first, this one makes progress in time
+            )
+            ship(*args)
+
+        rounds._board.ship = slowly
+    if is_lost:
+        newcomer.slots[1]._has_chunk = lambda number: None
+    newcomer.wait_for_anchor()
+    hand_over_until(first, newcomer.waits[0].done)
+    chunks = 2 * 4 * NUMEL // 4000  # of a slot
+    if not is_lost:
+        newcomer.take_anchor(first)
+        assert len(ships) == SLOTS * chunks and clock.now - begun > 360
+        assert_alike([first, newcomer])
+        return
+    while not newcomer.waits[1].done():
+        clock.now += 400.0
+        hand_over_until(first, lambda: True)
+    assert "part 0 of an anchor did not come within 360 s" in str(newcomer.waits[1].exception())
+    assert len(ships) == chunks + rounds_module.WINDOW
+    for _ in range(20):
         play([first], [0.1])
-    assert not store.check([f"{PREFIX}state/{dead.number}/0"])
+    assert not [key for key in store.list_keys() if "/anchor/" in key]
+
+
+class Counting:
+    """A store that counts its calls."""
+
+    def __init__(self, store):
+        self._store, self.calls = store, 0
+
+    def __getattr__(self, name):
+        self.calls += 1
+        return getattr(self._store, name)
+
+
+def test_many_joins_leave_neither_keys_nor_calls(store, monkeypatch):
+    """After 1,000 joins a round had 1,020 calls of the store, and small keys were never deleted."""
+    first, second = Launch(store), Launch(store)
+    counting = first.slots[0]._board._store = Counting(first.slots[0]._board._store)
+
+    def calls_and_keys():
+        """Of a round, after some others. Replicas that wait call more often, so the fewest of some count."""
+        calls = []
+        for _ in range(25):
+            before = counting.calls
+            play([first, second], (0.1, 0.1))
+            calls.append(counting.calls - before)
+        return min(calls[20:]), len(store.list_keys())
+
+    calls, keys = calls_and_keys()
+    for _ in range(10):
+        newcomer = Launch(store, digest="another")
+        newcomer.wait_for_anchor()
+        newcomer.take_anchor(first)
+        play([first, second, newcomer], (0.1, 0.1, 0.1))
+        for slot in first.slots + second.slots:  # it is killed
+            slot._options = OuterOptions(grace_s=0.1)
+        play([first, second], (0.1, 0.1))
+    for number in range(1000, 1100):  # these died while they waited
+        first.slots[0]._board.change_newcomers(lambda found, n=number: {**found, str(n): None})
+    hand_over_until(first, lambda: not first.slots[0]._board.newcomers())
+    after = calls_and_keys()
+    assert after[0] <= calls + 10 and after[1] <= keys + 10
 
 
 def test_a_replica_whose_other_slot_came_after_the_outcome_goes_on(store):
     """Slot 1 saw the outcome of others and checked no packets; slot 0 waited five minutes for its check."""
     late, first = Launch(store), Launch(store, announces=False)
     late.slots[0]._limit = 1.0
-    first.slots[0]._decide("0/outcome", '{"members": [2], "donors": {}}')
+    first.slots[0]._board.decide_outcome(0, [2])
     late.slots[0]._conclude(0, [1, 2])
-    assert '"members": [2]' in first.slots[0]._read("0/outcome")
+    assert members_of(first.slots[0]._board.outcome(0)) == (2,)
 
 
 def test_one_that_is_killed_in_its_turn_and_comes_back_is_caught_up(store):
@@ -265,7 +410,7 @@ def test_one_that_is_killed_in_its_turn_and_comes_back_is_caught_up(store):
     killed.slots[0]._limit = 0.1
     killed.slots[1].exchange_delta = lambda *_: None
     sent, _ = killed.start(0.4)
-    assert sent.exception(30) and store.check([f"{PREFIX}0/packet/{killed.number}/0"])
+    assert sent.exception(30) and store.check([f"{PREFIX}0/packet/0/{killed.number}"])
     ((result, _),) = play([first], [0.1])
     assert result.members == (first.number,) and moved(first, start) == pytest.approx(0.1, abs=0.01)
     back = Launch(store, digest="of its checkpoint", lr=1.0, momentum=0.0)
@@ -291,21 +436,20 @@ def test_a_newcomer_goes_on_alone_if_all_others_are_gone(store, monkeypatch):
 def test_a_bad_packet_leaves_out_its_replica_on_all_slots(store, harm, caplog):
     """The second slot's packet alone is bad; both slots have to leave the replica out."""
     good, bad = (Launch(store, lr=1.0, momentum=0.0) for _ in range(2))
-    start, put = good.anchors, bad.slots[1]._put
+    start, put = good.anchors, bad.slots[1]._board.put_packet
 
-    def harmful(key, data, note, number):
+    def harmful(number, slot, replica, packet):
         if harm == "a byte":
-            data[5000] ^= 1
+            packet[5000] ^= 1
         elif harm == "the size":
-            data = data[:-64]
+            packet = packet[:-64]
         elif harm == "another round":
-            data = bad.codecs[1].encode(torch.zeros(NUMEL), number + 1, bad.number)
+            packet = bad.codecs[1].encode(torch.zeros(NUMEL), number + 1, replica)
         elif harm == "inf":
-            data = bad.codecs[1].encode(torch.full((NUMEL,), torch.inf), number, bad.number)
-        if harm != "no packet":
-            put(key, data, note, number)
+            packet = bad.codecs[1].encode(torch.full((NUMEL,), torch.inf), number, replica)
+        return put(number, slot, replica, packet) if harm != "no packet" else ""
 
-    bad.slots[1]._put = harmful
+    bad.slots[1]._board.put_packet = harmful
     results = play([good, bad], [0.1, 0.4])
     assert all(result.members == (1,) for own in results for result in own)
     assert not results[1][0].is_member
@@ -314,10 +458,74 @@ def test_a_bad_packet_leaves_out_its_replica_on_all_slots(store, harm, caplog):
     assert any("round 0: replica 2 is left out: " in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.parametrize("healthy", [1, 2])
+def test_a_packet_that_is_damaged_on_its_way_does_not_count_if_its_sender_is_the_quickest(store, healthy):
+    """The sender has its packet at hand, and sees no damage. When it decided first, the healthy replicas
+    could not follow: they left, and took its anchor."""
+    damaged, *others = (Launch(store, lr=1.0, momentum=0.0) for _ in range(1 + healthy))
+    start = damaged.anchors
+
+    class Harm:
+        def __init__(self, store):
+            self._store = store
+
+        def __getattr__(self, name):
+            return getattr(self._store, name)
+
+        def set(self, key, value):
+            is_chunk = "/packet/" in key and key.endswith("/0") and len(value) > 1000
+            self._store.set(key, value[:500] + bytes([value[500] ^ 1]) + value[501:] if is_chunk else value)
+
+    damaged.slots[1]._board._store = Harm(damaged.slots[1]._board._store)
+    has_voted = threading.Event()
+    vote = damaged.slots[0]._board.vote
+
+    def first(*args):
+        vote(*args)
+        has_voted.set()
+
+    damaged.slots[0]._board.vote = first
+    for other in others:
+        conclude = other.slots[0]._conclude
+
+        def slowly(*args, conclude=conclude):
+            assert has_voted.wait(PATIENCE)
+            conclude(*args)
+
+        other.slots[0]._conclude = slowly
+    launches = [*others, damaged]
+    for _ in range(2):
+        results = play(launches, [0.1] * healthy + [0.4])
+        assert {result.members for own in results for result in own} == {
+            tuple(other.number for other in others)
+        }
+    assert_alike(launches)
+    assert moved(others[0], start) == pytest.approx(0.2, abs=0.01)
+
+
+def test_a_replica_that_cannot_read_the_packets_of_most_does_not_decide(store):
+    """It leaves for a new anchor; the others go on."""
+    deaf, *others = (Launch(store, lr=1.0, momentum=0.0) for _ in range(3))
+    start = deaf.anchors
+    packet = deaf.slots[1]._board.packet
+
+    def damaged(*args):
+        packet(*args)
+        raise CompressionError("it was damaged on its way")
+
+    deaf.slots[1]._board.packet = damaged
+    own, *futures = [launch.start(0.1) for launch in (deaf, *others)]
+    for launch, future in zip(others, futures):
+        assert launch.finish(future)[0].members == (1, 2, 3)
+    assert "a new anchor is needed" in str(own[1].exception(PATIENCE))
+    assert_alike(others)
+    assert moved(others[0], start) == pytest.approx(0.1, abs=0.01)
+
+
 @pytest.mark.parametrize(("key", "value"), [("ds_compress.replicas.every", 50), ("ds_compress", "0.1")])
 def test_other_settings_are_refused_and_the_others_go_on(store, key, value):
     launch = Launch(store)
-    other = Rounds(store, 0, SLOTS, OuterOptions())
+    other = Rounds(store, HashStore(), 0, SLOTS, OuterOptions())
     with pytest.raises(CompressionError) as refused:
         other.join({**SETTINGS, key: value}, Position(0, "first"))
     line = f"{key}: the other replicas have {SETTINGS[key]!r}, this one has {value!r}; use the same in"
@@ -326,14 +534,15 @@ def test_other_settings_are_refused_and_the_others_go_on(store, key, value):
     assert result.members == (1,)
 
 
-def test_a_replica_that_claims_a_later_round_or_another_number_harms_nobody(store):
+def test_a_replica_that_claims_a_later_round_or_another_number_harms_nobody(store, monkeypatch):
     """Strangers, or a replica of another step, write packets and names where they do not belong."""
-    good = Launch(store)
+    monkeypatch.setattr(rounds_module, "BEAT_S", 0.1)
+    good = Launch(store, grace_s=0.1)
     codec = good.codecs[0]
     for round_number, replica in ((1, 1), (0, 77)):
         content = codec.encode(torch.ones(NUMEL), round_number + 5, replica).numpy().tobytes()
-        store.set(f"{PREFIX}{round_number}/packet/{replica}/0/0", content)
-        store.set(f"{PREFIX}{round_number}/packet/{replica}/0", f'[{len(content)}, "00", ""]')
+        store.set(f"{PREFIX}{round_number}/packet/0/{replica}/0", content)
+        store.set(f"{PREFIX}{round_number}/packet/0/{replica}", f'[{len(content)}, "00"]')
     codec.restore({})
     store.append(f"{PREFIX}0/came", "77,-1,x,")
     for _ in range(3):
@@ -350,7 +559,9 @@ def test_no_rank_downloads_its_own_packet(store):
 
 
 @pytest.mark.extended(keep=4)
-@pytest.mark.parametrize("key", ["head", "0/outcome", "0/candidates", "settings", "0/came"])
+@pytest.mark.parametrize(
+    "key", ["head", "0/outcome", "0/candidates", "settings", "0/came", "0/votes", "newcomers", "kept/0"]
+)
 @pytest.mark.parametrize(
     "value", ["", "{", "[1]", '"x"', b"\xff", "9" * 5000], ids=lambda value: str(value[:3])
 )
@@ -368,7 +579,7 @@ def test_old_packets_are_deleted(store):
     launches = [Launch(store) for _ in range(2)]
     for _ in range(8):
         play(launches, (0.1, 0.1))
-    packets = [key for key in store.list_keys() if "/packet/" in key and key.endswith("/0/0")]
+    packets = [key for key in store.list_keys() if "/packet/0/1/0" in key]
     assert {int(key.split("outer/")[1].split("/")[0]) for key in packets} == {5, 6, 7}
 
 
@@ -424,8 +635,9 @@ def test_strangers_at_the_port_leave_rounds_alone():
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another name server needs root")
 def test_strangers_make_the_store_ask_no_name_server(tmp_path):
-    """Where no name server answers, each connection stopped the store, and all sites, for 5 s: random bytes for
-    10 s, or 2,000 open connections, stalled a step by 16 s, and 28 rounds took place where 265 were due."""
+    """Where no name server answers, each connection stopped the store, and all sites, for 5 s: random bytes
+    for 10 s, or 2,000 open connections, stalled a step by 16 s, and 28 rounds took place where 265 were due.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as names:
         names.bind(("127.0.0.53", 53))
         (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.53\n")

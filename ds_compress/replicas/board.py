@@ -1,0 +1,455 @@
+"""Board: what replicas that are launched apart write for each other into the store, one method a key.
+
+    key               value                                                   written by
+    settings          what all replicas must have                             the first replica
+    head              first undecided round, digest of the anchor             slot 0 of any replica
+    numbers, beat     replicas so far; signs of life so far                   slot 0 of each
+    newcomers         those that wait for an anchor; with a round and a       slot 0 of a newcomer, and of the
+                      replica: those that get one of this round from it       replica that hands it over
+    kept/S            first round of which slot S may have something here     slot S of any member
+
+    K/announced       replicas that will take part in round K                 slot 0 of each
+    K/senders/S       replicas that send a packet of slot S                   slot S of each
+    K/packet/S/R      that packet, in chunks                                  slot S of replica R
+    K/came            replicas all of whose packets are there                 the rank that was last
+    K/candidates      decided once: those that came in time                   slot 0 of any replica
+    K/votes           candidates, each with those whose packets it cannot     slot 0 of each
+                      read
+    K/alive           candidates that have not voted, again and again         slot 0 of each
+    K/outcome         decided once: the members of round K                    slot 0 of any replica
+
+    anchor/R/S        size and position of an anchor for newcomer R, and      slot S of the replica that hands
+                      how many of its chunks were sent                        it over
+    anchor/R/S/J      the chunks whose number modulo `WINDOW` is J, each      the same
+                      with its digest
+    anchor/R/S/taken  how many chunks the newcomer has taken; -1: it takes    slot S of newcomer R
+                      no more
+
+What is decided once is written with compare_set. Keys of a round are deleted after some rounds, those of a
+newcomer when it has its anchor: the store does not grow with the number of rounds or newcomers. What ranks of
+one launch write for each other crosses the store of that launch:
+
+    exchange          number of an exchange, its round                        slot 0
+    sent/N            slots that have sent their packet in exchange N         each slot
+    checked/S         a round, and why packets of slot S are bad              slot S
+    handed            newcomers that get an anchor here, each with its round  slot 0
+    alone             round in which this newcomer goes on with its own       slot 0
+                      anchor
+    moved             signs of progress                                       each slot
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ds_compress.errors import CompressionError, in_one_line, shown
+
+CHUNK = 4 << 20
+"""Bytes of a value; a TCPStore takes 8 MiB at most."""
+
+WINDOW = 8
+"""Chunks of an anchor that are in the store at once."""
+
+DIGEST = 16
+"""Bytes of a digest."""
+
+PREFIX = "ds_compress/outer/"
+
+Found = TypeVar("Found")
+
+
+class Position(NamedTuple):
+    """What a replica knows of the rounds."""
+
+    round: int  # the first one that it has not applied
+    digest: str  # of its anchor
+
+    def after(self, outcome: str) -> "Position":
+        text = f"{self.digest}/{self.round}/{outcome}"
+        return Position(self.round + 1, hashlib.blake2b(text.encode(), digest_size=DIGEST).hexdigest())
+
+
+class Shipment(NamedTuple):
+    """An anchor on its way to a newcomer."""
+
+    numel: int  # of the slot's weights
+    position: Position
+    sent: int  # chunks
+
+
+class _Keys:
+    """Keys below `PREFIX` of a store."""
+
+    def __init__(self, store: Any):
+        """
+        Args:
+            store: a `torch.distributed.Store`; torch declares too few of its methods.
+        """
+        self._store = store
+
+    def _has(self, key: str) -> bool:
+        return self._store.check([f"{PREFIX}{key}"])
+
+    def _read_bytes(self, key: str) -> bytes | None:
+        return self._store.get(f"{PREFIX}{key}") if self._has(key) else None
+
+    def _read(self, key: str) -> str | None:
+        found = self._read_bytes(key)
+        return None if found is None else found.decode(errors="replace")
+
+    def _set(self, key: str, value: str | bytes) -> None:
+        self._store.set(f"{PREFIX}{key}", value)
+
+    def _decide(self, key: str, value: str, expected: str = "") -> str:
+        """Write `value` if the key has `expected`, or nothing; return what it has."""
+        return self._store.compare_set(f"{PREFIX}{key}", expected, value).decode(errors="replace")
+
+    def _append(self, key: str, number: int) -> None:
+        self._store.append(f"{PREFIX}{key}", f"{number},")
+
+    def _numbers(self, key: str) -> list[int]:
+        words = (self._read(key) or "").split(",")
+        return sorted({int(word) for word in words if word.isascii() and word.isdigit() and len(word) < 10})
+
+    def _delete(self, key: str) -> None:
+        self._store.delete_key(f"{PREFIX}{key}")
+
+
+class Board(_Keys):
+    """What replicas write for each other; see the table above. K is `number`, R `replica`, S `slot`."""
+
+    def __init__(self, store: Any, tend: Callable[[], Any] = lambda: None):
+        """
+        Args:
+            tend: called between two chunks of a packet.
+        """
+        super().__init__(store)
+        self._tend = tend
+        self.received_bytes = self.moved_chunks = 0
+
+    def settings(self, own: str = "{}") -> dict[str, Any]:
+        return parse(self._decide("settings", own), dict)
+
+    def head(self, own: Position | None = None) -> Position:
+        return parse_position(self._decide("head", json.dumps(own)) if own else self._read("head") or "")
+
+    def move_head(self, before: Position, after: Position) -> None:
+        """
+        Raises:
+            CompressionError: another replica has moved it elsewhere.
+        """
+        new = json.dumps(after)
+        found = self._decide("head", new, json.dumps(before))
+        if found != new and parse_position(found).round <= after.round:
+            raise CompressionError("another replica has gone on with another anchor")
+
+    def new_number(self) -> int:
+        return self._store.add(f"{PREFIX}numbers", 1)
+
+    def beat(self) -> None:
+        self._store.add(f"{PREFIX}beat", 1)
+
+    def beats(self) -> str:
+        return self._read("beat") or "0"
+
+    def newcomers(self) -> dict[str, list[int] | None]:
+        """Return who waits for an anchor (None), or gets one: its round, and which replica sends it."""
+        return _newcomers(self._read("newcomers") or "")
+
+    def change_newcomers(self, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> bool:
+        """Change the newcomers together, whoever else does it at the same time.
+
+        Args:
+            change: returns what becomes of them; None if this cannot be.
+
+        Returns:
+            Whether it could be.
+        """
+        text = self._read("newcomers") or ""
+        while (new := change(_newcomers(text))) is not None:
+            wanted = json.dumps(new)
+            if wanted == text:
+                return True
+            text = self._decide("newcomers", wanted, text)
+            if text == wanted:
+                return True
+        return False
+
+    # A round
+
+    def announce(self, number: int, replica: int) -> None:
+        self._append(f"{number}/announced", replica)
+
+    def announced(self, number: int) -> list[int]:
+        return self._numbers(f"{number}/announced")
+
+    def put_packet(self, number: int, slot: int, replica: int, packet: Tensor) -> str:
+        """Store a packet, uint8; return its digest."""
+        self._append(f"{number}/senders/{slot}", replica)
+        key, content = f"{number}/packet/{slot}/{replica}", packet.numpy().tobytes()
+        for start in range(0, len(content), CHUNK):
+            self._set(f"{key}/{start}", content[start : start + CHUNK])
+            self.moved_chunks += 1
+            self._tend()
+        digest = _digest(content).hex()
+        self._set(key, json.dumps([len(content), digest]))
+        return digest
+
+    def packet_digest(self, number: int, slot: int, replica: int) -> str:
+        """Return the digest of a packet that is there, of `put_packet`."""
+        return self._packet_entry(number, slot, replica)[1]
+
+    def packet(self, number: int, slot: int, replica: int) -> Tensor:
+        """
+        Raises:
+            CompressionError: it is not there, or damaged.
+        """
+        nbytes, digest = self._packet_entry(number, slot, replica)
+        parts = list[bytes]()
+        for start in range(0, nbytes, CHUNK):
+            part = self._read_bytes(f"{number}/packet/{slot}/{replica}/{start}")
+            if part is None:
+                raise CompressionError("a part of it is not in the store")
+            parts.append(part)
+            self.moved_chunks += 1
+            self._tend()
+        content = b"".join(parts)
+        if len(content) != nbytes or _digest(content).hex() != digest:
+            raise CompressionError("it was damaged on its way")
+        self.received_bytes += len(content)
+        data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        data.numpy()[:] = memoryview(content)
+        return data
+
+    def _packet_entry(self, number: int, slot: int, replica: int) -> tuple[int, str]:
+        text = self._read(f"{number}/packet/{slot}/{replica}")
+        if text is None:
+            raise CompressionError("it is not in the store")
+        nbytes, digest = (*parse(text, list), None, None)[:2]
+        if not isinstance(nbytes, int) or not 0 <= nbytes < 2**40:
+            raise CompressionError(f"{shown(nbytes)} is no size")
+        return nbytes, str(digest)
+
+    def delete_packet(self, number: int, slot: int, replica: int) -> None:
+        key, start = f"{number}/packet/{slot}/{replica}", 0
+        while self._has(f"{key}/{start}"):
+            self._delete(f"{key}/{start}")
+            start += CHUNK
+        self._delete(key)
+
+    def come(self, number: int, replica: int) -> None:
+        self._append(f"{number}/came", replica)
+
+    def came(self, number: int) -> list[int]:
+        return self._numbers(f"{number}/came")
+
+    def candidates(self, number: int) -> list[int] | None:
+        text = self._read(f"{number}/candidates")
+        return None if text is None else [int(each) for each in parse(text, list)]
+
+    def decide_candidates(self, number: int, candidates: list[int]) -> list[int]:
+        text = self._decide(f"{number}/candidates", json.dumps(candidates))
+        return [int(each) for each in parse(text, list)]
+
+    def vote(self, number: int, replica: int, bad: Sequence[int]) -> None:
+        self._store.append(f"{PREFIX}{number}/votes", json.dumps([replica, *bad]) + "\n")
+
+    def votes(self, number: int) -> dict[int, list[int]]:
+        """Return whose packets a replica cannot read, by replica."""
+        lines = (self._read(f"{number}/votes") or "").splitlines()
+        found = [parse(line, list) for line in lines]
+        return {vote[0]: vote[1:] for vote in found if vote and all(type(each) is int for each in vote)}
+
+    def say_alive(self, number: int, replica: int) -> None:
+        self._append(f"{number}/alive", replica)
+
+    def alive(self, number: int) -> list[str]:
+        """Return the replicas that gave signs of life in a round, once for each."""
+        return (self._read(f"{number}/alive") or "").split(",")
+
+    def outcome(self, number: int) -> str | None:
+        return self._read(f"{number}/outcome")
+
+    def decide_outcome(self, number: int, members: list[int]) -> str:
+        return self._decide(f"{number}/outcome", json.dumps({"members": members}))
+
+    def delete_rounds(self, slot: int, end: int, most: int = 8) -> None:
+        """Delete what is left of rounds before `end`: packets of this slot, whose senders may have died; slot
+        0 deletes the rest, too. At most `most` rounds in one call."""
+        first = self._read(f"kept/{slot}") or ""
+        is_known = first.isascii() and first.isdigit() and len(first) < 10
+        start = int(first) if is_known else end  # before the first call nothing is here
+        end = min(end, start + most)
+        for number in range(start, end):
+            for replica in self._numbers(f"{number}/senders/{slot}"):
+                self.delete_packet(number, slot, replica)
+            names = ("announced", "came", "candidates", "votes", "alive", "outcome") if slot == 0 else ()
+            for name in (f"senders/{slot}", *names):
+                self._delete(f"{number}/{name}")
+        if start < end or not is_known:
+            self._set(f"kept/{slot}", str(end))
+
+    # An anchor on its way to a newcomer
+
+    def say_taken(self, newcomer: int, slot: int, chunks: int) -> None:
+        self._set(f"anchor/{newcomer}/{slot}/taken", str(chunks))
+
+    def taken(self, newcomer: int, slot: int) -> int | None:
+        """Return how many chunks a newcomer has taken; None if it has deleted, or never written, the key."""
+        text = self._read(f"anchor/{newcomer}/{slot}/taken")
+        return None if text is None else parse(text, int)
+
+    def ship(self, newcomer: int, slot: int, chunk: Tensor, shipment: Shipment) -> None:
+        """Store the next chunk, uint8, and say that it is there."""
+        content, number = chunk.numpy().tobytes(), shipment.sent - 1
+        self._set(f"anchor/{newcomer}/{slot}/{number % WINDOW}", _digest(content) + content)
+        self.moved_chunks += 1
+        self._set(f"anchor/{newcomer}/{slot}", json.dumps(shipment))
+
+    def shipment(self, newcomer: int, slot: int) -> Shipment | None:
+        text = self._read(f"anchor/{newcomer}/{slot}")
+        if text is None:
+            return None
+        numel, position, sent = (*parse(text, list), None, None, None)[:3]
+        if not isinstance(numel, int) or not isinstance(sent, int):
+            raise CompressionError(f"the replica store has {shown(text)} as an anchor")
+        return Shipment(numel, parse_position(json.dumps(position)), sent)
+
+    def take(self, newcomer: int, slot: int, number: int) -> bytes:
+        """Return a chunk that is there.
+
+        Raises:
+            CompressionError: it is damaged.
+        """
+        data = self._read_bytes(f"anchor/{newcomer}/{slot}/{number % WINDOW}") or b""
+        digest, content = data[:DIGEST], data[DIGEST:]
+        if _digest(content) != digest:
+            raise CompressionError("the anchor of another replica was damaged on its way")
+        self.moved_chunks += 1
+        self.received_bytes += len(content)
+        return content
+
+    def end_shipment(self, newcomer: int, slot: int) -> None:
+        """Delete what is there of an anchor for a newcomer."""
+        key = f"anchor/{newcomer}/{slot}"
+        for each in (f"{key}/taken", key, *(f"{key}/{number}" for number in range(WINDOW))):
+            self._delete(each)
+
+
+class LaunchBoard(_Keys):
+    """What ranks of one launch write for each other; see the second table."""
+
+    def set_exchange(self, exchange: int, number: int) -> None:
+        self._set("exchange", json.dumps([exchange, number]))
+
+    def exchange(self, exchange: int) -> int | None:
+        """Return the round of an exchange, once slot 0 has chosen it."""
+        found = parse(self._read("exchange") or "[0, 0]", list)
+        return found[1] if found[0] == exchange else None
+
+    def say_sent(self, exchange: int, slots: int) -> bool:
+        """Return whether all slots have sent their packet."""
+        is_last = self._store.add(f"{PREFIX}sent/{exchange}", 1) == slots
+        if is_last:
+            self._delete(f"sent/{exchange}")
+        return is_last
+
+    def set_checked(self, slot: int, number: int, bad: dict[int, str]) -> None:
+        self._set(f"checked/{slot}", json.dumps([number, list(bad.items())]))
+
+    def checked(self, slot: int, number: int) -> dict[int, str] | None:
+        """Return why packets of a slot are bad in a round, by replica; None until it has checked them."""
+        found = parse(self._read(f"checked/{slot}") or "[-1, []]", list)
+        return dict(found[1]) if found[0] == number else None
+
+    def set_handed(self, handed: dict[int, int]) -> None:
+        self._set("handed", json.dumps(list(handed.items())))
+
+    def handed(self) -> dict[int, int]:
+        """Return the round of the anchor that each newcomer gets here."""
+        return dict(parse(self._read("handed") or "[]", list))
+
+    def go_alone(self, number: int) -> None:
+        self._set("alone", str(number))
+
+    def alone(self) -> int | None:
+        text = self._read("alone")
+        return None if text is None else parse(text, int)
+
+    def count_moved(self, more: int = 0) -> int:
+        return self._store.add(f"{PREFIX}moved", more)
+
+
+def survey(store: Any) -> dict[str, Any]:
+    """Return what a store says of its replicas, and change nothing in it.
+
+    Returns:
+        settings: what all replicas must have; empty before the first one.
+        round: the one that is open; announced: the replicas that will take part in it.
+        members: those whose packets counted in the round before.
+        beats: signs of life so far.
+
+    Raises:
+        CompressionError: what is there was not written by replicas.
+    """
+    board = Board(store)
+    number = parse_position(board._read("head") or '[0, ""]').round
+    return {
+        "settings": parse(board._read("settings") or "{}", dict),
+        "round": number,
+        "announced": board.announced(number),
+        "members": list(members_of(board.outcome(number - 1) or "{}")),
+        "beats": board.beats(),
+    }
+
+
+def members_of(outcome: str) -> tuple[int, ...]:
+    """Return whose packets counted in a round, from its outcome."""
+    return tuple(int(each) for each in parse(outcome, dict).get("members", ()))
+
+
+def parse(text: str, kind: type[Found]) -> Found:
+    """Parse a value of the store.
+
+    Raises:
+        CompressionError: it is no JSON of this kind.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise CompressionError(f"the replica store has {shown(text)}: {in_one_line(error)}") from None
+    if not isinstance(value, kind):
+        raise CompressionError(f"the replica store has {shown(text)}, expected {kind.__name__}")
+    return value
+
+
+def parse_position(text: str) -> Position:
+    found = parse(text, list)
+    if len(found) != 2 or not isinstance(found[0], int) or not isinstance(found[1], str):
+        raise CompressionError(f"the replica store has {shown(text)} as head")
+    return Position(*found)
+
+
+def _newcomers(text: str) -> dict[str, Any]:
+    """Parse the key; what a stranger wrote there is no newcomer."""
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        found = {}
+    return {
+        each: given
+        for each, given in (found.items() if isinstance(found, dict) else ())
+        if each.isdigit() and (given is None or _is_pair(given))
+    }
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(each) is int for each in value)
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=DIGEST).digest()
