@@ -144,7 +144,7 @@ class OuterTraffic:
         """Every `every` steps start an exchange; apply its result `delay` steps later."""
         assert self._began is not None
         step = self._engine.global_steps
-        if self.may_apply(step):
+        if self._is_late or step - self._began in (self._options.delay, self.every):
             self.collect()
             self._apply()
         if step - self._began < self.every:
@@ -159,12 +159,6 @@ class OuterTraffic:
             if not self._options.delay:
                 self.collect()
                 self._apply()
-
-    def may_apply(self, step: int) -> bool:
-        """Return whether weights may get the outcome of a round after `step`, counted from 1."""
-        return self._began is not None and (
-            self._is_late or step - self._began in (self._options.delay, self.every)
-        )
 
     def collect(self, is_last: bool = False) -> None:
         """Wait for the result of the exchange in progress, if there is one; all ranks get it, or none.
