@@ -10,8 +10,8 @@ from torch import Tensor
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, Parts, TensorSpec, register
 from ds_compress.codecs import bounds
 from ds_compress.codecs.shapes import GroupSize, group_shape, join, split
-from ds_compress.kernels.backends import kernels
-from ds_compress.kernels.numerics import cast
+from ds_compress.kernels.memory import copy_into
+from ds_compress.kernels.numerics import as_divisor, cast, saturate
 
 
 @register("none")
@@ -42,7 +42,7 @@ class BFloat16(Codec):
         return ((spec.shape, torch.bfloat16),)
 
     def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
-        return (kernels(x.device).cast(x, torch.bfloat16, None if out is None else out[0]),)
+        return (cast(x, torch.bfloat16, None if out is None else out[0]),)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         if spec.dtype == torch.float16:
@@ -86,6 +86,9 @@ class Float16(Codec):
 
 _FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
+LARGEST_REACH = 2.0**127
+"""Values beyond it are cut off: the product of a code and its scale may be rounded up."""
+
 
 @register("fp8")
 class Float8(Codec):
@@ -105,14 +108,18 @@ class Float8(Codec):
         return ((groups, size), torch.uint8), ((groups,), torch.float32)
 
     def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
-        return kernels(x.device).encode_fp8(split(x, self.options.group_size), self._dtype, out)
+        values, largest = split(x, self.options.group_size).float(), torch.finfo(self._dtype).max
+        scales = saturate(values.abs().amax(1), LARGEST_REACH) / as_divisor(largest, values)
+        # e4m3 has no inf: the scale of a group that is not finite makes all of its values nan
+        scaled = values / torch.where(scales != 0, scales, 1)[:, None]
+        codes = scaled.clamp_(-largest, largest).to(self._dtype)
+        return copy_into(out, (codes.view(torch.uint8), scales))
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         codes, scales = parts
+        values = codes.view(self._dtype).float().mul_(scales[:, None])
         # what `join` does to fp16 is done in fp32
-        wide = spec.dtype if spec.dtype == torch.bfloat16 else torch.float32
-        values = kernels(codes.device).decode_fp8(codes, scales, self._dtype, wide)
-        return join(values, spec)
+        return join(values.bfloat16() if spec.dtype == torch.bfloat16 else values, spec)
 
     def error_bound(self, spec: TensorSpec) -> float:
         info = torch.finfo(self._dtype)

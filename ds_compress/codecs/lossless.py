@@ -9,7 +9,6 @@ from torch import Tensor
 from ds_compress.codec import Codec, Context, Layout, TensorSpec, register
 from ds_compress.codecs.mixins import VariableSizePayload
 from ds_compress.errors import CompressionError
-from ds_compress.kernels.backends import kernels
 
 
 @register("lossless")
@@ -43,17 +42,32 @@ class Lossless(Codec, VariableSizePayload):
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         here = x.detach().cpu().contiguous()
-        body = _compress(kernels(here.device).byte_shuffle(here), tail=x.numel())  # of sign and exponent
+        body = _compress(byte_shuffle(here), tail=x.numel())  # of sign and exponent
         return torch.tensor([body.numel()], dtype=torch.int64, device=x.device), body.to(x.device)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         body = parts[1].cpu()
         if body.numel() < spec.nbytes:
             body = _decompress(body, spec.nbytes)
-        return kernels(body.device).byte_unshuffle(body, spec.dtype, spec.shape).to(spec.device)
+        return byte_unshuffle(body, spec.dtype, spec.shape).to(spec.device)
 
     def error_bound(self, spec: TensorSpec) -> float:
         return 0.0
+
+
+def byte_shuffle(x: Tensor) -> Tensor:
+    """Return the first bytes of all numbers, then the second ones, ...: uint8 [bytes]; `x` is contiguous."""
+    return torch.stack(x.view(-1, 1).view(torch.uint8).unbind(1)).view(-1)
+
+
+def byte_unshuffle(shuffled: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Return the tensor of `dtype` and `shape` whose bytes `shuffled` are; contiguous.
+
+    Raises:
+        ValueError, RuntimeError: there are fewer bytes.
+    """
+    numel = torch.Size(shape).numel()
+    return torch.stack(shuffled.view(dtype.itemsize, numel).unbind(0), dim=1).view(dtype).view(shape)
 
 
 class _ThreadCompressor(threading.local):

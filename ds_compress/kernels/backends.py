@@ -23,7 +23,7 @@ from ds_compress.kernels.quantize.grid import Grid
 
 logger = logging.getLogger(__name__)
 
-ALGORITHMS = ("quantize", "feedback", "topk", "entropy", "fp8", "lossless")
+ALGORITHMS = ("quantize", "feedback", "topk", "entropy")
 ON_GPU = ("quantize", "feedback", "entropy")
 """Those with kernels in Triton; the others run in PyTorch on a GPU."""
 

@@ -61,7 +61,6 @@ FLOORS: tuple[Floors, ...] = (  # codec, ratio to what, floors in fp32 and bf16 
     ({"name": "entropy", "rounding": "dither"}, "nearest", (0.8, 0.8), (0.75, 0.8)),
     ({"name": "entropy", "contexts": "rows", "rounding": "dither"}, "nearest", (0.8, 0.75), (0.75, 0.75)),
     ({"name": "entropy", "contexts": "columns", "rounding": "dither"}, "nearest", (0.8, 0.8), (0.8, 0.8)),
-    ({"name": "fp8"}, "copy", (0.45, 0.20), (0.45, 0.13)),
     ({"name": "entropy"}, "copy", (0.08, 0.025), (0.07, 0.02)),
     ({"name": "entropy", "contexts": "rows"}, "copy", (0.06, 0.02), (0.05, 0.015)),
     ({"name": "entropy", "contexts": "columns"}, "copy", (0.05, 0.015), (0.045, 0.012)),
@@ -85,7 +84,6 @@ SIZED = (
     {"name": "entropy"},
     {"name": "topk"},
     {"name": "topk", "indices": "reuse"},
-    {"name": "fp8"},
     {"name": "bf16"},
 )
 SIZES = (1, 16, 64)  # MiB

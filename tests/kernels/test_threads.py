@@ -116,15 +116,6 @@ def test_passes_of_feedbacks(alike, dtype, special):
     alike(lambda: cpu.decode_int8(*codes))
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("size", [8, 100, 128])
-def test_short_floats(alike, size, dtype):
-    x = values(size)
-    alike(lambda: cpu.encode_fp8(x, dtype))
-    codes, scales = cpu.encode_fp8(x, dtype)
-    alike(lambda: cpu.decode_fp8(codes, scales, dtype, torch.float32))
-
-
 def processor_time(count, threads):
     """Of other threads than this one, as a share of that of all, for long messages."""
     threads[:] = [count]

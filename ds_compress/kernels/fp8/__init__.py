@@ -1,1 +1,0 @@
-"""8-bit floats with a scale per group."""
