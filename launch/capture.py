@@ -24,8 +24,7 @@ from ds_compress.codec import build
 
 CODECS: tuple[dict[str, object], ...] = (
     *({"name": "quantize", "bits": bits} for bits in (2, 3, 4)),
-    *({"name": "quantize", "bits": bits, "hadamard": True, "grid": "uniform"} for bits in (2, 3, 4)),
-    *({"name": "quantize", "bits": bits, "hadamard": True, "grid": "gaussian"} for bits in (2, 3, 4)),
+    *({"name": "quantize", "bits": bits, "hadamard": True} for bits in (2, 3, 4)),
 )
 
 

@@ -1,6 +1,4 @@
-"""Quantizers of papers as they define them, to reproduce their results; `quantize` is better and faster."""
-
-import math
+"""The quantizer of a paper as it defines it, to reproduce its results; `quantize` is better and faster."""
 
 import torch
 from pydantic import Field
@@ -8,14 +6,9 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, Stability, TensorSpec, register
 from ds_compress.codecs import bounds
-from ds_compress.codecs.shapes import group_shape, join, round_up, split
+from ds_compress.codecs.shapes import group_shape, join, split
 from ds_compress.kernels.numerics import as_divisor, saturate
 from ds_compress.kernels.quantize.bits import pack, packed_size, unpack
-
-
-class _Bits(CodecOptions):
-    bits: int = Field(4, ge=1, le=8)
-    """Bits of one code."""
 
 
 @register("minmax")
@@ -27,7 +20,10 @@ class MinMax(Codec):
     """
 
     examples = ({"bits": 4}, {"bits": 8})
-    Options = _Bits
+
+    class Options(CodecOptions):
+        bits: int = Field(4, ge=1, le=8)
+        """Bits of one code."""
 
     def layout(self, spec: TensorSpec) -> Layout:
         groups, size = group_shape(spec, "tensor")
@@ -64,69 +60,3 @@ class MinMax(Codec):
     def _top(self) -> int:
         """Return the largest code."""
         return int(2**self.options.bits - 1)
-
-
-@register("acsgd")
-class ACSGD(Codec):
-    """Fixed point with one scale for each hidden channel, as in AC-SGD, the first version of AQ-SGD.
-
-    arXiv 2206.01299, code DS3Lab/AC-SGD. With s the largest magnitude of a channel and f = bits - 1,
-    q = round(x / s * 2^f) in -2^f .. 2^f - 1, decoded s * q / 2^f: there is one level fewer above 0 than
-    below, so s itself is clipped. The original's fp16 scale and absolute epsilon lose small gradients; here s
-    is fp32 and the epsilon relative.
-    """
-
-    examples = ({"bits": 4}, {"bits": 8})
-    Options = _Bits
-
-    def layout(self, spec: TensorSpec) -> Layout:
-        channels, size = _channel_shape(spec)
-        return ((channels, packed_size(size, self.options.bits)), torch.uint8), ((channels,), torch.float32)
-
-    def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
-        spec = TensorSpec.of(x)
-        channels, size = _channel_shape(spec)
-        if not channels:
-            layout = self.layout(spec)
-            return tuple(torch.empty(shape, dtype=dtype, device=x.device) for shape, dtype in layout)
-        values, half = x.reshape(-1, channels).float(), self._half
-        scale = saturate(values.abs().amax(0), 2.0**127)
-        scale = torch.where(scale.isfinite(), scale, torch.nan)  # inf times a code can look finite in fp16
-        divisor = torch.where(scale > 0, scale * (1 + 1e-6), 1)
-        codes = values.div(divisor).mul_(half).round_().clamp_(-half, half - 1).add_(half)
-        codes = codes.nan_to_num_(0).to(torch.uint8).t().contiguous()
-        if size > codes.shape[1]:  # the last value fills up the row
-            codes = torch.cat([codes, codes[:, -1:].expand(-1, size - codes.shape[1])], dim=1)
-        return pack(codes, self.options.bits), scale
-
-    def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
-        packed, scale = parts
-        if not spec.numel:
-            return torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
-        codes = unpack(packed, self.options.bits)[:, : spec.numel // len(scale)].t().contiguous()
-        values = codes.float().sub_(self._half).div_(self._half).mul_(scale)
-        return values.to(spec.dtype).view(spec.shape)
-
-    def error_bound(self, spec: TensorSpec) -> float:
-        # a step at most, and no more than the value itself, as 0 is on the grid
-        return min(1.0, math.sqrt(_channel_shape(spec)[1]) / self._half)
-
-    def stability(self, spec: TensorSpec) -> Stability:
-        # 1 bit has no level above 0: positive values are never sent
-        return Stability(1 / self._half, norm="max")
-
-    def gaussian_error_bound(self, spec: TensorSpec) -> float:
-        half, reach = self._half, bounds.largest_normal(_channel_shape(spec)[1])
-        return bounds.normal_on_grid(-reach, reach * (half - 1) / half, 2 * half - 1)
-
-    @property
-    def _half(self) -> int:
-        """Return the number of levels below 0."""
-        return int(2 ** (self.options.bits - 1))
-
-
-def _channel_shape(spec: TensorSpec) -> tuple[int, int]:
-    """Return the channels, indices of the last dimension, and the values of each, padded to a multiple of
-    8."""
-    channels = spec.shape[-1] if spec.shape else 1
-    return (channels, round_up(spec.numel // channels, 8)) if spec.numel else (0, 8)

@@ -15,7 +15,6 @@ from ds_compress.codecs.mixins import FusesFeedback
 from ds_compress.codecs.shapes import WIRE_DTYPES, GroupSize, group_shape, join, split
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.backends import kernels
-from ds_compress.kernels.quantize import gaussian
 from ds_compress.kernels.quantize.bits import packed_size
 from ds_compress.kernels.quantize.grid import Grid
 from ds_compress.kernels.quantize.hadamard import key_of
@@ -33,7 +32,6 @@ class Quantize(Codec, FusesFeedback):
         {"bits": 4},
         {"bits": 4, "hadamard": True},
         {"bits": 4, "scheme": "symmetric", "hadamard": True},
-        {"bits": 4, "hadamard": True, "grid": "gaussian"},
         {"bits": 3, "hadamard": True},
         {"bits": 2, "hadamard": True},
         {"bits": 2, "hadamard": True, "rounding": "dither"},
@@ -46,13 +44,8 @@ class Quantize(Codec, FusesFeedback):
         group_size: GroupSize = 128
         """Values that share a scale: so many in a row, or all of the tensor."""
 
-        grid: Literal["uniform", "gaussian"] | None = None
-        """uniform: equal steps. gaussian, up to 4 bits: the Lloyd-Max levels of normally distributed values,
-        as rotated groups have; each group has one 16-bit scale with the least squared error. null: gaussian
-        for rotated groups of 1 to 3 bits if neither scheme nor rounding is given, else uniform."""
-
         scheme: Literal["asymmetric", "symmetric"] = "asymmetric"
-        """Range of a uniform grid. asymmetric: from the smallest to the largest value; symmetric: around 0,
+        """Range of a group's grid. asymmetric: from the smallest to the largest value; symmetric: around 0,
     which costs half the scale bits and keeps 0 exact."""
 
         scale_dtype: Literal["bf16", "fp32"] = "bf16"
@@ -60,7 +53,7 @@ class Quantize(Codec, FusesFeedback):
         much closer to each other than to 0, use fp32: bf16 loses their differences."""
 
         rounding: Literal["nearest", "stochastic", "dither"] = "nearest"
-        """On a uniform grid. With stochastic and dither, the expected output equals the input. dither adds a
+        """With stochastic and dither, the expected output equals the input. dither adds a
         random part of a step before rounding, which the receiver subtracts; both sides draw it. Its error is
         smaller than that of stochastic and does not depend on the values."""
 
@@ -68,23 +61,6 @@ class Quantize(Codec, FusesFeedback):
         """Rotate each group first, with signs drawn from the seed. This spreads outliers: at 4 bits, the
         error on a transformer's activations is 2 to 3 times smaller. Do not use it after a ReLU: a rotation
         turns its many zeros into other values."""
-
-        @field_validator("grid")
-        @classmethod
-        def _normal_values(cls, grid: str | None, info: ValidationInfo) -> str | None:
-            bits, size = info.data.get("bits", 1), info.data.get("group_size", 8)
-            if grid == "gaussian" and bits > gaussian.LARGEST_BITS:
-                raise ValueError(f"needs 1 to {gaussian.LARGEST_BITS} bits, not {bits}")
-            if grid == "gaussian" and (isinstance(size, str) or size & (size - 1)):
-                raise ValueError(f"needs a group_size that is a power of two, not {size!r}")
-            return grid
-
-        @field_validator("scheme", "rounding")
-        @classmethod
-        def _of_a_uniform_grid(cls, value: str, info: ValidationInfo) -> str:
-            if value in ("asymmetric", "stochastic", "dither") and info.data.get("grid") == "gaussian":
-                raise ValueError("goes with grid 'uniform', not with 'gaussian'")
-            return value
 
         @field_validator("hadamard")
         @classmethod
@@ -96,11 +72,9 @@ class Quantize(Codec, FusesFeedback):
 
         @model_validator(mode="after")
         def _two_levels(self) -> "Quantize.Options":
-            biased = self.scheme == "symmetric" and self.rounding == "nearest"
-            if self.bits == 1 and biased and self.grid != "gaussian":
+            if self.bits == 1 and self.scheme == "symmetric" and self.rounding == "nearest":
                 raise CompressionError(
-                    'scheme: \'symmetric\' of 1 bit was removed; use "grid": "gaussian", whose two levels '
-                    "have the least squared error too"
+                    'scheme: \'symmetric\' of 1 bit was removed; use 2 bits, or "rounding": "dither"'
                 )
             return self
 
@@ -178,7 +152,7 @@ class Quantize(Codec, FusesFeedback):
 
     def _split(self, x: Tensor) -> Tensor:
         """Split a tensor into groups."""
-        fill: Literal["last", "zeros"] = "zeros" if self.options.hadamard or self._gaussian else "last"
+        fill: Literal["last", "zeros"] = "zeros" if self.options.hadamard else "last"
         return split(x, self.options.group_size, fill)
 
     def _join(self, groups: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -198,9 +172,7 @@ class Quantize(Codec, FusesFeedback):
         return join(backend.dequantize(parts, grid, wide, None, dither), spec)
 
     def error_bound(self, spec: TensorSpec) -> float:
-        size, _ = self._group(spec)
-        if self._gaussian:
-            return gaussian.error_bound(self.options.bits, size)
+        _, size = group_shape(spec, self.options.group_size)
         # rounding the scales makes a step up to 1 % larger;
         # two values determine the range of an asymmetric grid, one value that of a symmetric grid
         nearest = 1.02 * bounds.grid(2 * size if self._symmetric else size, self._grid().top)
@@ -210,21 +182,13 @@ class Quantize(Codec, FusesFeedback):
         return min(1.0, nearest) if has_zero else nearest
 
     def gaussian_error_bound(self, spec: TensorSpec) -> float:
-        size, missing = self._group(spec)
+        _, size = group_shape(spec, self.options.group_size)
         reach, top = bounds.largest_normal(size), self._grid().top
         if self._dithered:
             return 1.02 * 2 * reach / top / math.sqrt(12)
-        if not self._gaussian:
-            return 1.02 * bounds.normal_on_grid(-reach, reach, top, self.options.rounding == "stochastic")
-        error = 1.1 * gaussian.normal_error(self.options.bits)
-        if not missing or self.options.hadamard:
-            return error
-        # zeros in the last group reduce its scale, so it may lose all its values
-        return math.sqrt(error**2 + (size - missing) / spec.numel)
+        return 1.02 * bounds.normal_on_grid(-reach, reach, top, self.options.rounding == "stochastic")
 
     def stability(self, spec: TensorSpec) -> Stability:
-        if self._gaussian:
-            return Stability(self.error_bound(spec))
         # the error of a value is half a step, or a step; rounding the scales adds up to 2 %
         steps = 2 if self.options.rounding == "stochastic" else 1
         return Stability(steps * 1.02 / self._grid().top, self.unbiased, "max")
@@ -237,11 +201,6 @@ class Quantize(Codec, FusesFeedback):
     def _dithered(self) -> bool:
         return self.options.rounding == "dither"
 
-    def _group(self, spec: TensorSpec) -> tuple[int, int]:
-        """Return the values per group and the number of padded values in the last group."""
-        groups, size = group_shape(spec, self.options.group_size)
-        return size, groups * size - spec.numel
-
     @functools.cached_property
     def _grid(self) -> Callable[..., Grid]:
         """Return a cached function that makes the grid for the seed of a block; every message asks for it."""
@@ -251,7 +210,7 @@ class Quantize(Codec, FusesFeedback):
         def grid(seed: int = 0) -> Grid:
             key = key_of(seed) if options.hadamard else 0
             rotation = WIRE_DTYPES[options.scale_dtype], options.hadamard, key
-            return Grid(options.bits, self._symmetric, *rotation, self._gaussian, self._dithered)
+            return Grid(options.bits, self._symmetric, *rotation, self._dithered)
 
         return grid
 
@@ -262,15 +221,6 @@ class Quantize(Codec, FusesFeedback):
         return size if isinstance(size, int) else 0
 
     @functools.cached_property
-    def _gaussian(self) -> bool:
-        """Return whether the grid has Gaussian levels."""
-        options = self.options
-        if options.grid is not None:
-            return options.grid == "gaussian"
-        says_more = "scheme" in options.model_fields_set or self.unbiased
-        return options.hadamard and options.bits <= 3 and not says_more
-
-    @functools.cached_property
     def _symmetric(self) -> bool:
         """Return whether grids are symmetric around 0."""
-        return self._gaussian or self.options.scheme == "symmetric"
+        return self.options.scheme == "symmetric"

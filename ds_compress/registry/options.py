@@ -37,6 +37,9 @@ REMOVED = {
     "unbiased": 'quantize and entropy have "rounding": "dither"',
     "mixed": '4 bits with "hadamard": true lose less in fewer bytes',
     "rotate": "codec 'entropy' has it, and loses less in as many bits",
+    "grid": "steps are equal; leave it out, or use codec 'entropy'",
+    "quant3": "use 'balanced', or 'quant4'",
+    "acsgd": "docs/write-a-codec.md has it as an example",
     "subspace": "recipe 'aggressive' loses less in as many bytes",
 }
 """Keys and values of earlier releases that are gone, and what to use instead."""

@@ -33,8 +33,6 @@ OURS = (
     {"name": "quantize", "bits": 4, "hadamard": True},
     {"name": "quantize", "bits": 4, "scheme": "symmetric", "hadamard": True},
     {"name": "quantize", "bits": 2},
-    {"name": "acsgd", "bits": 8},
-    {"name": "acsgd", "bits": 4},
     {"name": "topk"},
     {"name": "topk", "indices": "int32"},
     {"name": "lossless"},

@@ -140,7 +140,6 @@ BEYOND: dict[str, Block] = {
     "bf16": block("bf16"),
     "fp8": block("fp8"),
     "fp8-groups": block({"name": "fp8", "group_size": 128}),
-    "acsgd4/8": block({"name": "acsgd", "bits": 4}, {"name": "acsgd", "bits": 8}),
     "randomk50": block({"name": "randomk", "density": 0.5}),
     "randomk10": block({"name": "randomk", "density": 0.1}),
     "lossless": block("lossless"),

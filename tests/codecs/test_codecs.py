@@ -21,14 +21,12 @@ from tests.support.messages import any_shape
 OPTIONS = {
     "quantize": [
         *({"bits": bits} for bits in (2, 3, 5, 6, 7)),
-        {"bits": 1, "grid": "gaussian"},
         {"scheme": "symmetric", "scale_dtype": "fp32", "group_size": 24},
         {"bits": 8, "group_size": "tensor"},
         {"rounding": "stochastic"},
         {"bits": 1, "scheme": "symmetric", "hadamard": True, "rounding": "stochastic", "group_size": 16},
         {"group_size": 8, "hadamard": True, "scheme": "symmetric"},
     ],
-    "acsgd": [{"bits": 1}],
     "entropy": [{"bits": bits} for bits in (0.1, 6, 2.6180339887)],
     "fp8": [{"group_size": 24, "format": "e5m2"}],
     "topk": [
@@ -146,7 +144,6 @@ def test_a_learned_basis_needs_a_warm_up():
 
 SIZES = "allowed: 8, 16, ..., 1048576, 'tensor'"
 POWER = "needs a group_size that is a power of two, not"
-GAUSSIAN = {"grid": "gaussian"}
 REFUSED = {
     "quantize": [
         ({"bits": 9}, "codec.bits: 9 is not allowed: should be less than or equal to 8"),
@@ -156,12 +153,8 @@ REFUSED = {
         ({"hadamard": True, "group_size": 24}, f"codec.hadamard: True {POWER} 24"),
         ({"hadamard": True, "group_size": "tensor"}, f"codec.hadamard: True {POWER} 'tensor'"),
         ({"mixed": {}}, 'codec.mixed: unknown key (removed: 4 bits with "hadamard": true lose less in'),
-        ({**GAUSSIAN, "bits": 5}, "codec.grid: 'gaussian' needs 1 to 4 bits, not 5"),
-        ({**GAUSSIAN, "group_size": 24}, f"codec.grid: 'gaussian' {POWER} 24"),
-        ({**GAUSSIAN, "group_size": "tensor"}, f"codec.grid: 'gaussian' {POWER}"),
-        ({**GAUSSIAN, "scheme": "asymmetric"}, "codec.scheme: 'asymmetric' goes with grid 'uniform'"),
-        ({**GAUSSIAN, "rounding": "stochastic"}, "codec.rounding: 'stochastic' goes with grid 'uniform'"),
-        ({**GAUSSIAN, "rounding": "dither"}, "codec.rounding: 'dither' goes with grid 'uniform'"),
+        ({"grid": "gaussian"}, "codec.grid: unknown key (removed: steps are equal; leave it out, or use"),
+        ({"bits": 1, "scheme": "symmetric"}, "codec.scheme: 'symmetric' of 1 bit was removed; use 2 bits"),
         ({"group_size": "channel"}, "codec.group_size: 'channel' is not allowed; allowed: 8, 16, ..., "),
         ({"axis": 1}, "codec.axis: unknown key (removed: groups are runs of the values as they lie in"),
         ({"rotate": "learned"}, "codec.rotate: unknown key (removed: codec 'entropy' has it, and loses less"),
@@ -207,12 +200,7 @@ ANY_INPUT = [
         {"name": "quantize", "bits": bits, "scheme": scheme, "group_size": 16, "hadamard": True}
         for bits, scheme in ((1, "asymmetric"), (3, "asymmetric"), (3, "symmetric"))
     ),
-    *(
-        {"name": "quantize", "bits": bits, "grid": "gaussian", "group_size": 16, "hadamard": hadamard}
-        for bits in (1, 2, 3, 4)
-        for hadamard in (False, True)
-    ),
-    *({"name": name, "bits": bits} for name in ("minmax", "acsgd") for bits in (1, 2, 4, 8)),
+    *({"name": "minmax", "bits": bits} for bits in (1, 2, 4, 8)),
     *({"name": "fp8", "format": format, "group_size": 8} for format in ("e4m3", "e5m2")),
     {"name": "topk", "density": 0.3},
     {"name": "topk", "density": 0.3, "values": {"name": "quantize", "bits": 2}},

@@ -15,7 +15,7 @@ from tests.support.codecs import assert_same_bits
 CHOICES = [{"name": name, **options} for name in names() for options in CODECS.find(name, "").examples]
 MORE = [
     {"name": "quantize", "rounding": "stochastic"},
-    {"name": "acsgd", "bits": 5},
+    {"name": "minmax", "bits": 5},
     {"name": "minmax", "bits": 3},
     {"name": "fp8", "group_size": 24},
 ]

@@ -12,7 +12,7 @@ import torch
 from ds_compress import CompressionError, Context, TensorSpec, build, check_codec
 from ds_compress.cli import main
 from ds_compress.feedback import FEEDBACKS
-from tests.support.codecs import own_codecs
+from tests.support.codecs import own_codecs, roundtrip
 from tests.support.pipeline import MICRO_BATCHES, batches, ds_config, train_simulated
 from tests.support.pipeline import build as build_engine
 from tests.support.ranks import run_ranks
@@ -56,12 +56,26 @@ def test_contract():
     check_codec("half_scale")
 
 
-def test_the_example_of_the_page():
+@pytest.fixture
+def acsgd():
+    """Registers the codec of the page."""
     text = (FILE.parents[2] / "docs" / "write-a-codec.md").read_text()
     example = text.split("```python\n")[1].split("```")[0]
     exec(compile(example, "write-a-codec.md", "exec"), {"__name__": "contributing"})
-    check_codec("sign")
-    check_codec({"name": "sign", "dtype": "bf16"})
+
+
+def test_the_example_of_the_page(acsgd):
+    check_codec("acsgd")
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_the_example_matches_the_formula_of_its_paper(bits, acsgd):
+    x = torch.randn(3, 7, 10, generator=torch.Generator().manual_seed(0)) * torch.logspace(-9, 9, 10)
+    wide, half = x.double(), 2.0 ** (bits - 1)
+    s = wide.abs().amax((0, 1))
+    expected = torch.round(wide / (s * (1 + 1e-6)) * half).clamp(-half, half - 1) / half * s
+    error = (roundtrip({"name": "acsgd", "bits": bits}, x).double() - expected).abs()
+    assert (error <= 1e-6 * s).all()
 
 
 def test_the_feedback_of_the_page(monkeypatch):

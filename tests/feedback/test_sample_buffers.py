@@ -153,7 +153,6 @@ TWO = {"name": "quantize", "bits": 2, "group_size": 128, "hadamard": True}
 FOUR = {**TWO, "bits": 4}
 CODECS = {
     "2 bits": TWO,
-    "1 bit": {"name": "quantize", "bits": 1, "grid": "gaussian", "group_size": 16},
     "topk": topk(0.1),
     "dither": {**TWO, "rounding": "dither"},
     "entropy with dither": {"name": "entropy", "bits": 2, "rounding": "dither"},

@@ -20,7 +20,6 @@ CODECS = [
     {"name": "quantize", "bits": 8, "scheme": "symmetric"},
     {"name": "quantize", "bits": 2, "hadamard": True},
     {"name": "fp8"},
-    {"name": "acsgd"},
     {"name": "minmax"},
 ]
 

@@ -149,7 +149,7 @@ def test_a_file_that_is_no_library_of_ours_is_not_used(foreign, copied, caplog):
     assert str(copied) in without(caplog)
 
 
-CODECS = ("quantize", "topk", "fp8", "entropy", "lossless", "minmax", "acsgd")
+CODECS = ("quantize", "topk", "fp8", "entropy", "lossless", "minmax")
 
 
 def test_without_kernels_one_warning_is_logged_and_the_bytes_are_the_same(installed, caplog, monkeypatch):

@@ -80,7 +80,7 @@ CODECS = [
         for scheme in ("asymmetric", *["symmetric"] * (bits > 1))
     ),
     *({"name": "quantize", "rounding": "stochastic", "group_size": size} for size in (8, 24, 4096)),
-    *({"name": name, "bits": bits} for name in ("acsgd", "minmax") for bits in range(1, 9)),
+    *({"name": "minmax", "bits": bits} for bits in range(1, 9)),
     *(
         {"name": "fp8", "format": name, "group_size": size}
         for name in ("e4m3", "e5m2")

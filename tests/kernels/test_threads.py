@@ -70,9 +70,9 @@ def test_groups(alike, grid, size, dtype, special):
     alike(lambda: cpu.dequantize(parts, grid, dtype))
 
 
-@pytest.mark.parametrize("gaussian", [False, True])
-def test_rotated_groups(alike, gaussian):
-    x, grid = values(128), Grid(2, gaussian, hadamard=True, key=5, gaussian=gaussian)
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_rotated_groups(alike, symmetric):
+    x, grid = values(128), Grid(2, symmetric, hadamard=True, key=5)
     alike(lambda: cpu.quantize(x, grid))
     parts = cpu.quantize(x, grid)
     alike(lambda: cpu.dequantize(parts, grid))

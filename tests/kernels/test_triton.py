@@ -62,10 +62,6 @@ def every_setting(widths):
         grid = Grid(bits, False, scale_dtype, hadamard=bits == 4)
         groups.dequantize(groups.quantize(x, grid), grid, dtype)
         groups.quantize_with_error(x, x.float(), 1.0, replace(grid, symmetric=bits == 3))
-        if bits <= 4:
-            normal = replace(grid, symmetric=True, hadamard=bits > 1, gaussian=True)
-            groups.dequantize(groups.quantize(x, normal), normal, dtype)
-            groups.quantize_with_error(x, x.float(), 1.0, normal)
     x = torch.zeros(64, 24, dtype=torch.float16)
     for bits, dither in ((1, None), (4, 2**64 - 1)):
         grid = Grid(bits, symmetric=True, dithered=dither is not None)

@@ -78,10 +78,8 @@ def message_with_sink(tokens=256, width=64, seed=0):
 def any_grid(
     bits: int, symmetric: bool, scale_dtype: torch.dtype, hadamard: bool, size: int, seed: int
 ) -> Grid:
-    """Return a grid for groups of `size`, rotated and for normal values only where that is allowed."""
-    whole = not size & (size - 1)
-    gaussian = whole and bits <= 4 and seed % 3 == 0
-    return Grid(bits, symmetric or gaussian, scale_dtype, hadamard and whole, seed, gaussian)
+    """Return a grid for groups of `size`, rotated only where that is allowed."""
+    return Grid(bits, symmetric, scale_dtype, hadamard and not size & (size - 1), seed)
 
 
 def assert_same_bits(ours, theirs) -> None:

@@ -96,7 +96,7 @@ void load_sums(Batch<SIZE>& batch, int count, const In* x, const float* state, U
         if (!any(doubts)) {
             for (int k = 0; k < count; ++k) batch.groups[k].load(totals + k * SIZE, format.diagonal);
             const auto reload = [&](int k) { batch.groups[k].load_saturated(totals + k * SIZE, format.diagonal); };
-            if (format.levels || format.symmetric || format.diagonal) batch.make_grids(count, format, reload);
+            if (format.symmetric || format.diagonal) batch.make_grids(count, format, reload);
             else batch.make_grids(ranges, format);
             return;
         }

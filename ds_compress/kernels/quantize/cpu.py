@@ -14,7 +14,7 @@ from torch import Tensor
 from ds_compress.kernels import library, native
 from ds_compress.kernels.memory import copy_into, empty_template
 from ds_compress.kernels.native.function import FLAG, FLOATS, SIZE, WORD, Buffer, Function
-from ds_compress.kernels.quantize import gaussian, reference
+from ds_compress.kernels.quantize import reference
 from ds_compress.kernels.quantize.bits import packed_size
 from ds_compress.kernels.quantize.grid import Grid, key_halves
 from ds_compress.kernels.quantize.hadamard import diagonal
@@ -39,8 +39,6 @@ FORMAT: dict[str, Any] = {
     "wide_scale": FLAG,
     "unrotated": FLAG,
     "diagonal": Buffer((torch.float32,), ("size",), optional_if="unrotated"),
-    "uniform": FLAG,
-    "levels": Buffer((torch.float32,), (2, 16), optional_if="uniform"),
 }
 PARTS: dict[str, Any] = {
     "packed": Buffer((torch.uint8,), ("n", "size", "bits"), per=8),
@@ -154,9 +152,9 @@ def format_arguments(n: int, size: int, grid: Grid, dtype: torch.dtype) -> dict[
     """Return the arguments of C++ that are known before a message comes, for [n, size] values of `dtype`.
 
     Raises:
-        ValueError: a rotation or a Gaussian grid needs a power of two as `size`.
+        ValueError: a rotation needs a power of two as `size`.
     """
-    if (grid.hadamard or grid.gaussian) and size & (size - 1):
+    if grid.hadamard and size & (size - 1):
         raise ValueError(f"a rotation of {size} values came, expected a power of two")
     no_offsets = {"offsets": None} if grid.symmetric else {}
     return {
@@ -170,17 +168,7 @@ def format_arguments(n: int, size: int, grid: Grid, dtype: torch.dtype) -> dict[
         "wide_scale": grid.scale_dtype == torch.float32,
         "unrotated": not grid.hadamard,
         "diagonal": diagonal(size, grid.key, torch.device("cpu")) if grid.hadamard else None,
-        "uniform": not grid.gaussian,
-        "levels": _levels(grid.bits) if grid.gaussian else None,
     }
-
-
-def _levels(bits: int) -> Tensor:
-    """Return fp32 [2, 16]: the levels above 0, repeated, and the squared boundaries between them, padded with
-    0."""
-    levels, boundaries = gaussian.levels(bits), gaussian.squared_boundaries(bits)
-    rows = [[*levels] * (16 // len(levels)), [*boundaries, *[0.0] * (16 - len(boundaries))]]
-    return torch.tensor(rows, dtype=torch.float32, device="cpu")
 
 
 def _blocks(groups: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -1,4 +1,4 @@
-"""A uniform grid per group: value = offset + step * code, with code in 0 .. top.
+"""A grid per group: value = offset + step * code, with code in 0 .. top.
 
 Scales are rounded to their wire dtype before the codes are made, offsets down and steps up. So the grid that
 the receiver rebuilds covers the group, and no value is more than half a step from that of its code. Only
@@ -58,10 +58,6 @@ class Grid:
 
     key: int = 0
     """Key of the signs of the rotation."""
-
-    gaussian: bool = False
-    """Not uniform, but for normal values (see `gaussian`): symmetric, 1 to 4 bits, group size a power of
-    two."""
 
     dithered: bool = False
     """With subtractive dither: the draw that rounded a value is subtracted when it is decoded."""

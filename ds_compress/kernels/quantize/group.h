@@ -18,14 +18,12 @@ constexpr int MAX_GROUP = 4096;
 struct Format {
     int64_t bits, top, symmetric, wide_scale;  // top: the largest code; wide_scale: fp32 rather than bf16
     const float* diagonal;                     // of the rotation, or null
-    const Levels* levels;                      // of the grid for normal values, or null where it is uniform
 };
 
 // Groups whose size is no power of two have no rotation: what it wrote would not end with them.
 inline Format format(int64_t size, int64_t bits, int64_t top, int64_t symmetric, int64_t wide_scale,
-                     int64_t unrotated, const float* diagonal, int64_t uniform, const float* levels) {
-    return {bits, top, symmetric, wide_scale, unrotated || (size & (size - 1)) ? nullptr : diagonal,
-            uniform ? nullptr : reinterpret_cast<const Levels*>(levels)};
+                     int64_t unrotated, const float* diagonal) {
+    return {bits, top, symmetric, wide_scale, unrotated || (size & (size - 1)) ? nullptr : diagonal};
 }
 
 // SIZE is that of the group, or 0 where it is known at run time only.
@@ -36,7 +34,6 @@ struct Group {
     int64_t size;
     const float* values;  // [size], and room for whole vectors
     alignas(64) float own[CAPACITY];
-    alignas(64) float products[CAPACITY];
     alignas(64) int32_t codes[CAPACITY];  // to be packed
     alignas(64) uint8_t bytes[CAPACITY];  // unpacked codes
     alignas(64) uint8_t drawn[ROWS * Draws::ROW];  // the upper 8 bits of draws
@@ -67,22 +64,6 @@ struct Group {
             store(saturated(load_partial(x + i, lanes), most), own + i);
         });
         rotate<SIZE>(own, own, size, diagonal);
-    }
-
-    // The scale for normal values; their codes, too.
-    float gaussian(const Format& format) {
-        const Levels& levels = *format.levels;
-        float scale;
-        switch (format.bits) {
-            case 1: scale = gaussian_codes<SIZE, 1>(values, size, levels, codes, products); break;
-            case 2: scale = gaussian_codes<SIZE, 2>(values, size, levels, codes, products); break;
-            case 3: scale = gaussian_codes<SIZE, 4>(values, size, levels, codes, products); break;
-            default: scale = gaussian_codes<SIZE, 8>(values, size, levels, codes, products);
-        }
-        if (format.wide_scale) return scale;
-        uint16_t rounded;
-        store(scale, rounded);
-        return to_float(rounded);
     }
 
     static Floats positions(const float* values, Grid grid) { return (::load(values) - grid.offset) * grid.inverse; }
@@ -132,7 +113,7 @@ struct Group {
         return grid;
     }
 
-    // The codes of a uniform grid, packed.
+    // The codes of a grid, packed.
     template <bool DRAWN>
     void pack_codes(const Format& format, Grid grid, uint8_t* packed) {
         switch (format.bits) {
@@ -175,22 +156,22 @@ struct Group {
     // The same of any grid, and work(place, lanes that exist, the values that the receiver will find there).
     template <class F>
     INLINED void pack_and_return(const Format& format, Grid grid, uint8_t* packed, const F& work) {
-        if (!format.levels && !format.diagonal) return pack_uniform(format.bits, grid, packed, work);
-        pack_and_keep(format, grid, packed);
-        return_own(format, work);
+        if (!format.diagonal) return pack_uniform(format.bits, grid, packed, work);
+        pack_uniform(format.bits, grid, packed, Delivery<false, float>{own});
+        rotate_back<SIZE>(own, size, format.diagonal, work);
     }
 
     // work(place, lanes that exist, the values that packed codes stand for there). DITHERED: `draw` has been called.
     template <bool DITHERED = false, class F>
     INLINED void return_values(const Format& format, Grid grid, const uint8_t* packed, const F& work) {
         if (DITHERED) grid = dithered(grid);
-        if (!format.levels && !format.diagonal) return return_uniform<DITHERED>(format.bits, grid, packed, work);
-        keep_values<DITHERED>(format, grid, packed);
-        return_own(format, work);
+        if (!format.diagonal) return return_uniform<DITHERED>(format.bits, grid, packed, work);
+        return_uniform<DITHERED>(format.bits, grid, packed, Delivery<false, float>{own});
+        rotate_back<SIZE>(own, size, format.diagonal, work);
     }
 
 private:
-    // The values of codes of a uniform grid.
+    // The values of codes.
     static Floats uniform(Ints codes, Grid grid) {
         return __builtin_convertvector(codes, Floats) * grid.step + grid.offset;
     }
@@ -275,36 +256,6 @@ private:
             work(i, lanes, value_of<DITHERED>(i, ::load(bytes + i), grid));
         });
     }
-
-    // The same with the values in `own`, as they are before they are rotated back.
-    void pack_and_keep(const Format& format, Grid grid, uint8_t* packed) {
-        if (!format.levels) return pack_uniform(format.bits, grid, packed, Delivery<false, float>{own});
-        pack<SIZE>(codes, size, format.bits, packed);
-        keep_levels(format, grid);
-    }
-
-    template <bool DITHERED>
-    void keep_values(const Format& format, Grid grid, const uint8_t* packed) {
-        if (!format.levels) return return_uniform<DITHERED>(format.bits, grid, packed, Delivery<false, float>{own});
-        unpack<SIZE>(packed, size, format.bits, bytes);
-        in_vectors<SIZE>(size, [&](int64_t i, int64_t) { store(::load(bytes + i), codes + i); });
-        keep_levels(format, grid);
-    }
-
-    void keep_levels(const Format& format, Grid grid) {
-        switch (format.bits) {
-            case 1: return gaussian_values<SIZE, 1>(codes, size, *format.levels, grid.step, own);
-            case 2: return gaussian_values<SIZE, 2>(codes, size, *format.levels, grid.step, own);
-            case 3: return gaussian_values<SIZE, 4>(codes, size, *format.levels, grid.step, own);
-            default: return gaussian_values<SIZE, 8>(codes, size, *format.levels, grid.step, own);
-        }
-    }
-
-    template <class F>
-    INLINED void return_own(const Format& format, const F& work) {
-        if (format.diagonal) return rotate_back<SIZE>(own, size, format.diagonal, work);
-        in_vectors<SIZE>(size, [&](int64_t i, int64_t lanes) { work(i, lanes, ::load(own + i)); });
-    }
 };
 
 inline float load_scale(const void* scales, int64_t i, bool wide) {
@@ -317,11 +268,11 @@ INLINED Grid load_grid(const Format& format, const void* steps, const void* offs
 }
 
 // The arguments of exported functions that describe groups, in the order of FORMAT in cpu.py; and what they mean.
-// `diagonal` is not read if groups are not rotated, `levels` if the grid is uniform.
+// `diagonal` is not read if groups are not rotated.
 #define FORMAT_PARAMETERS                                                                                            \
     int64_t n, int64_t size, int64_t bits, int64_t top, int64_t symmetric, int64_t wide_scale, int64_t unrotated,    \
-        const float* diagonal, int64_t uniform, const float* levels
-#define FORMAT_OF_ARGUMENTS ::format(size, bits, top, symmetric, wide_scale, unrotated, diagonal, uniform, levels)
+        const float* diagonal
+#define FORMAT_OF_ARGUMENTS ::format(size, bits, top, symmetric, wide_scale, unrotated, diagonal)
 
 #define FOR_SIZE(FUNCTION, ...)                          \
     switch (size) {                                      \
@@ -377,9 +328,7 @@ struct Batch {
 
     void make_grids(int count, const Format& format) {
         Ranges ranges;
-        if (format.levels) {
-            for (int i = 0; i < count; ++i) grids.steps[i] = groups[i].gaussian(format);
-        } else if (format.symmetric) {
+        if (format.symmetric) {
             for (int i = 0; i < count; ++i)
                 ranges.most[i] = as_float(largest_magnitude<SIZE>(groups[i].values, groups[i].size));
             grids.around_zero(ranges.most, format.wide_scale);

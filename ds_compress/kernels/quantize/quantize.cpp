@@ -22,8 +22,6 @@ void quantize(const In* x, Draws* draws, int64_t n, int64_t size, Format format,
             if (draws) {
                 group.draw(*draws, start + i);
                 group.template pack_codes<true>(format, grid, packed);
-            } else if (format.levels) {
-                pack<SIZE>(group.codes, size, format.bits, packed);
             } else {
                 group.template pack_codes<false>(format, grid, packed);
             }

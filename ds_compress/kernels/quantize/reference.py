@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ds_compress.kernels.memory import copy_into
 from ds_compress.kernels.numerics import narrow, rows_within
-from ds_compress.kernels.quantize import gaussian
 from ds_compress.kernels.quantize.bits import pack, unpack
 from ds_compress.kernels.quantize.grid import Grid, from_codes, minmax_scales, symmetric_scale, to_codes
 from ds_compress.kernels.quantize.hadamard import rotate, rotate_back
@@ -25,9 +24,8 @@ def quantize(
     """Quantize every row of `groups` on a grid of its own.
 
     Args:
-        groups: [n, G] of any float dtype, G a multiple of 8, and a power of two for `grid.hadamard` and
-            `grid.gaussian`.
-        dither: 64 bits, the key of random rounding on a uniform grid; None rounds to nearest.
+        groups: [n, G] of any float dtype, G a multiple of 8, and a power of two for `grid.hadamard`.
+        dither: 64 bits, the key of random rounding; None rounds to nearest.
         out: contiguous memory for the results; new memory if None.
         size: G, if `groups` have any other shape.
 
@@ -36,9 +34,6 @@ def quantize(
     """
     groups = groups if size is None else groups.reshape(-1, size)
     groups = rotate(groups.float(), grid.key) if grid.hadamard else groups.float()
-    if grid.gaussian:
-        codes, scale = gaussian.to_codes(groups, grid)
-        return copy_into(out, (pack(codes, grid.bits), scale))
     scales: tuple[Tensor, ...]
     if grid.symmetric:
         scales = (symmetric_scale(groups.abs().amax(1), grid),)
@@ -64,10 +59,7 @@ def dequantize(
     """
     packed, *scales = parts
     codes = unpack(packed, grid.bits)
-    if grid.gaussian:
-        groups = gaussian.from_codes(codes, scales[0], grid)
-    else:
-        groups = from_codes(codes, scales, grid, dither)
+    groups = from_codes(codes, scales, grid, dither)
     groups = rotate_back(groups, grid.key) if grid.hadamard else groups
     groups = groups.to(dtype)
     return groups if shape is None else groups.view(shape)

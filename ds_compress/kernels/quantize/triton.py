@@ -2,8 +2,7 @@
 
 A program holds some whole groups in registers, cut into `tiles`.
 
-All results equal the reference bit for bit, but for the mean magnitude of symmetric grids of 1 bit, which is
-summed in another order: it differs by less than 2 log2(G) 2^-24 times itself.
+All results equal the reference bit for bit.
 """
 
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ds_compress.kernels.quantize import gaussian, reference
+from ds_compress.kernels.quantize import reference
 from ds_compress.kernels.quantize.bits import packed_size
 from ds_compress.kernels.quantize.grid import Grid, key_halves
 from ds_compress.kernels.quantize.hadamard import diagonal, largest_value
@@ -23,8 +22,6 @@ from ds_compress.kernels.quantize.triton_tiles import (
     at_least,
     draws,
     fp32,
-    gaussian_codes,
-    gaussian_values,
     limits,
     load_piece,
     lower_of_draws,
@@ -148,10 +145,7 @@ def _shape(n: int, size: int, grid: Grid, itemsize: int) -> tuple[tuple[int], di
     columns = triton.next_power_of_2(size // tiles)
     rows = max(1, VALUES // (columns * tiles))
     shape: dict[str, Any] = {"ROWS": rows, "TILES": tiles, "WIDTH": size // tiles, "COLUMNS": columns}
-    tables: dict[str, Any] = {"LEVELS": None, "BOUNDARIES": None}
-    if grid.gaussian:
-        tables = {"LEVELS": gaussian.levels(grid.bits), "BOUNDARIES": gaussian.squared_boundaries(grid.bits)}
-    shape |= {"BITS": grid.bits, "TOP": grid.top, **tables}
+    shape |= {"BITS": grid.bits, "TOP": grid.top}
     return (triton.cdiv(n, rows),), shape
 
 
@@ -175,8 +169,6 @@ def _quantize(
     BITS: tl.constexpr,
     TOP: tl.constexpr,
     DITHERED: tl.constexpr,
-    LEVELS: tl.constexpr,
-    BOUNDARIES: tl.constexpr,
     LARGEST: tl.constexpr,
     LARGEST_VALUE: tl.constexpr,
 ):
@@ -206,19 +198,15 @@ def _quantize(
     unrotated = values
     if diagonal is not None:
         values = rotate(values, diagonal, ROWS, TILES, COLUMNS)
-    made, grid_step, start = _grids(
-        values, exists, step, offset, ROWS, TILES, WIDTH, COLUMNS, TOP, LEVELS, BOUNDARIES
-    )
+    grid_step, start = _grids(values, exists, step, offset, TILES, WIDTH, COLUMNS, TOP)
     if tl.max((grid_step + tl.abs(start) <= ORDINARY).to(tl.int32) ^ 1, 0) > 0:
         if diagonal is not None:
             cut_off = ()
             for t in tl.static_range(TILES):
                 cut_off = cut_off + (saturated(unrotated[t], LARGEST_VALUE),)
             values = rotate(cut_off, diagonal, ROWS, TILES, COLUMNS)
-            made, grid_step, start = _grids(
-                values, exists, step, offset, ROWS, TILES, WIDTH, COLUMNS, TOP, LEVELS, BOUNDARIES
-            )
-        if LEVELS is None and not DITHERED:
+            grid_step, start = _grids(values, exists, step, offset, TILES, WIDTH, COLUMNS, TOP)
+        if not DITHERED:
             outside = values
             values = ()
             for t in tl.static_range(TILES):
@@ -228,30 +216,28 @@ def _quantize(
     if offset is not None:
         tl.store(offset + row, start.to(offset.dtype.element_ty), mask=row < n)
 
-    codes = made
-    if LEVELS is None:
-        inverse = tl.div_rn(fp32(1), tl.where(grid_step > 0, grid_step, 1.0))
-        # of a range beyond that of fp32 the step is infinite: 0 for every finite value, never inf times 0
-        first_value = tl.where(inverse > 0, start, 0.0)
+    inverse = tl.div_rn(fp32(1), tl.where(grid_step > 0, grid_step, 1.0))
+    # of a range beyond that of fp32 the step is infinite: 0 for every finite value, never inf times 0
+    first_value = tl.where(inverse > 0, start, 0.0)
+    if DITHERED:
+        lower = lower_of_draws(row, first, second, TILES * WIDTH)[:, None]
+    codes = ()
+    for t in tl.static_range(TILES):
+        position = (values[t] - first_value[:, None]) * inverse[:, None]
         if DITHERED:
-            lower = lower_of_draws(row, first, second, TILES * WIDTH)[:, None]
-        codes = ()
-        for t in tl.static_range(TILES):
-            position = (values[t] - first_value[:, None]) * inverse[:, None]
-            if DITHERED:
-                within = tl.minimum(tl.where(position > 0, position, 0.0), fp32(TOP))
-                draw = draws(row[:, None], place + t * WIDTH, first, second, TILES * WIDTH)
-                codes = codes + (tl.minimum(((within * 256.0 + lower).to(tl.int32) + draw) >> 8, TOP),)
-            else:
-                # nothing to cut off: the grid covers the values, so a position is within 0 .. TOP but for its
-                # rounding, which is less than what is left to TOP + 1
-                codes = codes + ((position + 0.5).to(tl.int32),)
+            within = tl.minimum(tl.where(position > 0, position, 0.0), fp32(TOP))
+            draw = draws(row[:, None], place + t * WIDTH, first, second, TILES * WIDTH)
+            codes = codes + (tl.minimum(((within * 256.0 + lower).to(tl.int32) + draw) >> 8, TOP),)
+        else:
+            # nothing to cut off: the grid covers the values, so a position is within 0 .. TOP but for its
+            # rounding, which is less than what is left to TOP + 1
+            codes = codes + ((position + 0.5).to(tl.int32),)
     packed += row[:, None] * (TILES * WIDTH * BITS // 8) + place
     for i in tl.static_range(4):
         if BITS & (8 >> i):
             store_piece(packed, codes, exists, BITS, 8 >> i, TILES, WIDTH)
     if error is not None:
-        sent = _decoded(codes, grid_step, start, None, diagonal, ROWS, TILES, COLUMNS, LEVELS)
+        sent = _decoded(codes, grid_step, start, None, diagonal, ROWS, TILES, COLUMNS)
         for t in tl.static_range(TILES):
             tl.store(error + at + t * WIDTH, sums[t] - rounded(sent[t], groups), mask=exists)
 
@@ -262,22 +248,13 @@ def _grids(
     exists,
     step,
     offset,
-    ROWS: tl.constexpr,
     TILES: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOP: tl.constexpr,
-    LEVELS: tl.constexpr,
-    BOUNDARIES: tl.constexpr,
 ):
-    """The codes of values if the grid is that for normal values; the steps of their grids and where these
-    start, [ROWS], rounded as `step` and `offset` are."""
-    codes = ()
-    if LEVELS is not None:
-        codes, grid_step = gaussian_codes(values, LEVELS, BOUNDARIES, ROWS, TILES, COLUMNS)
-        grid_step = rounded(grid_step, step)
-        start = grid_step
-    elif offset is None:
+    """The steps of the grids of values and where these start, [ROWS], rounded as `step` and `offset` are."""
+    if offset is None:
         magnitude = saturated(reach(values, exists, TILES, WIDTH == COLUMNS), LARGEST_LIMIT)
         grid_step = step_from(tl.div_rn(2 * magnitude, fp32(TOP)), step)
         start = grid_step * (-TOP / 2)
@@ -287,7 +264,7 @@ def _grids(
         low, high = saturated(low + 0.0, LARGEST_LIMIT), saturated(high + 0.0, LARGEST_LIMIT)
         start = -at_least(-low, step)
         grid_step = step_from(tl.div_rn(high - start, fp32(TOP)), step)
-    return codes, grid_step, start
+    return grid_step, start
 
 
 @triton.jit(do_not_specialize=["n", "first", "second"])
@@ -307,8 +284,6 @@ def _dequantize(
     BITS: tl.constexpr,
     TOP: tl.constexpr,
     DITHERED: tl.constexpr,
-    LEVELS: tl.constexpr,
-    BOUNDARIES: tl.constexpr,
 ):
     row, place, exists = places(n, ROWS, WIDTH, COLUMNS)
     packed += row[:, None] * (TILES * WIDTH * BITS // 8) + place
@@ -329,7 +304,7 @@ def _dequantize(
         drawn = ()
         for t in tl.static_range(TILES):
             drawn = drawn + (draws(row[:, None], place + t * WIDTH, first, second, TILES * WIDTH),)
-    decoded = _decoded(codes, grid_step, start, drawn, diagonal, ROWS, TILES, COLUMNS, LEVELS)
+    decoded = _decoded(codes, grid_step, start, drawn, diagonal, ROWS, TILES, COLUMNS)
     at = row[:, None] * (TILES * WIDTH) + place
     for t in tl.static_range(TILES):
         tl.store(values + at + t * WIDTH, decoded[t].to(values.dtype.element_ty), mask=exists)
@@ -345,19 +320,15 @@ def _decoded(
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
     COLUMNS: tl.constexpr,
-    LEVELS: tl.constexpr,
 ):
     """The values of codes on a grid, fp32; `drawn`: the draws that dithered them, or None."""
-    if LEVELS is not None:
-        decoded = gaussian_values(codes, grid_step, LEVELS, TILES)
-    else:
-        decoded = ()
-        for t in tl.static_range(TILES):
-            if drawn is None:
-                value = codes[t].to(tl.float32)
-            else:
-                value = ((codes[t] << 8) + (255 - drawn[t])).to(tl.float32) * (1 / 256)
-            decoded = decoded + (value * grid_step[:, None] + start[:, None],)
+    decoded = ()
+    for t in tl.static_range(TILES):
+        if drawn is None:
+            value = codes[t].to(tl.float32)
+        else:
+            value = ((codes[t] << 8) + (255 - drawn[t])).to(tl.float32) * (1 / 256)
+        decoded = decoded + (value * grid_step[:, None] + start[:, None],)
     if diagonal is not None:
         decoded = rotate_back(decoded, diagonal, ROWS, TILES, COLUMNS)
     return decoded

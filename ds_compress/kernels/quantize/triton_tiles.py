@@ -14,9 +14,9 @@ a butterfly between tiles is one addition, where one between threads takes a shu
 import triton
 import triton.language as tl
 
-from ds_compress.kernels.quantize import gaussian, grid
+from ds_compress.kernels.quantize import grid
 
-LARGEST_LIMIT, LARGEST_SCALE = tl.constexpr(grid.LARGEST_LIMIT), tl.constexpr(gaussian.LARGEST_SCALE)
+LARGEST_LIMIT = tl.constexpr(grid.LARGEST_LIMIT)
 
 
 @triton.jit
@@ -80,22 +80,6 @@ def rotate(values, diagonal, ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: t
 def rotate_back(values, diagonal, ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr):
     """Invert `rotate`."""
     return _signed(_transformed(values, ROWS, TILES, COLUMNS), diagonal, TILES, COLUMNS)
-
-
-@triton.jit
-def tree_sum(values, ROWS: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the sum of each row, [ROWS]: halves are added until one value is left, see `gaussian`."""
-    for i in tl.static_range(3):
-        if (TILES >> (i + 1)) > 0:
-            folded = ()
-            for t in tl.static_range(TILES >> (i + 1)):
-                folded = folded + (values[t] + values[t + (TILES >> (i + 1))],)
-            values = folded
-    tile = values[0]
-    for i in tl.static_range(12):
-        if (2 << i) <= COLUMNS:
-            tile += _across(tile, COLUMNS >> (i + 1), ROWS, COLUMNS)
-    return tl.max(tile, 1)  # all columns hold the same sum
 
 
 @triton.jit
@@ -220,58 +204,6 @@ def step_from(least, scale):
     """Return the smallest step not below `least`, in the format that `scale` points at (see `affine`)."""
     step = at_least(least, scale)
     return tl.where((step > 0) & (step < 1.1754943508222875e-38), 1.1754943508222875e-38, step)
-
-
-@triton.jit
-def gaussian_codes(
-    values,
-    LEVELS: tl.constexpr,
-    BOUNDARIES: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Return the codes, int32, and the scale of each row, fp32 [ROWS], before it is rounded."""
-    largest = values[0].to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    for t in tl.static_range(1, TILES):
-        largest = tl.maximum(largest, values[t].to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    largest = tl.max(largest, 1)
-    exponent = tl.minimum(tl.maximum((largest >> 23) - 127, -126), 126)
-    down = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
-    up = ((127 + exponent) << 23).to(tl.float32, bitcast=True)
-    scaled, squares = (), ()
-    for t in tl.static_range(TILES):
-        x = values[t] * down[:, None]
-        scaled = scaled + (x,)
-        squares = squares + (x * x,)
-    mean = tree_sum(squares, ROWS, TILES, COLUMNS) * (1.0 / (TILES * COLUMNS))
-    codes, products, energies = (), (), ()
-    for t in tl.static_range(TILES):
-        place = tl.zeros([ROWS, COLUMNS], tl.int32)
-        level = tl.full([ROWS, COLUMNS], LEVELS[0], tl.float32)
-        for j in tl.static_range(len(LEVELS) - 1):
-            beyond = squares[t] > (mean * BOUNDARIES[j])[:, None]
-            place += beyond.to(tl.int32)
-            level = tl.where(beyond, LEVELS[j + 1], level)
-        codes = codes + (tl.where(scaled[t] < 0, len(LEVELS) - 1 - place, len(LEVELS) + place),)
-        products = products + (tl.abs(scaled[t]) * level,)
-        energies = energies + (level * level,)
-    fitted = tl.div_rn(tree_sum(products, ROWS, TILES, COLUMNS), tree_sum(energies, ROWS, TILES, COLUMNS))
-    return codes, tl.minimum(fitted * up, LARGEST_SCALE) + (fitted - fitted)
-
-
-@triton.jit
-def gaussian_values(codes, scale, LEVELS: tl.constexpr, TILES: tl.constexpr):
-    """Return the values, fp32, of codes."""
-    decoded = ()
-    for t in tl.static_range(TILES):
-        below = codes[t] < len(LEVELS)
-        place = tl.where(below, ~codes[t], codes[t]) & (len(LEVELS) - 1)  # they are as many as a power of two
-        value = tl.zeros(codes[t].shape, tl.float32) + (scale * LEVELS[0])[:, None]
-        for j in tl.static_range(1, len(LEVELS)):
-            value = tl.where(place >= j, (scale * LEVELS[j])[:, None], value)
-        decoded = decoded + (tl.where(below, -value, value),)
-    return decoded
 
 
 @triton.jit

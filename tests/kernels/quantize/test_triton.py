@@ -80,11 +80,10 @@ def test_the_rotation_equals_the_reference(bits, size, symmetric, dtype, scale_d
     assert_same_bits(launched(fused.quantize, groups, grid), expected)
     decoded = launched(dequantize, *expected, grid)
     assert torch.equal(decoded, reference.dequantize(expected, grid))
-    if not grid.gaussian:
-        grid = replace(grid, dithered=True)
-        expected = reference.quantize(groups, grid, seed)
-        decoded = launched(dequantize, *expected, grid, torch.float32, None, seed)
-        assert torch.equal(decoded, reference.dequantize(expected, grid, dither=seed))
+    grid = replace(grid, dithered=True)
+    expected = reference.quantize(groups, grid, seed)
+    decoded = launched(dequantize, *expected, grid, torch.float32, None, seed)
+    assert torch.equal(decoded, reference.dequantize(expected, grid, dither=seed))
 
 
 @given(
@@ -143,19 +142,6 @@ def test_messages_that_follow_a_state_equal_the_reference(dtype, scale):
     assert_same_bits(
         map(torch.Tensor.cpu, back), reference.dequantize_change(expected[0], state, scale, grid, dtype)
     )
-
-
-@pytest.mark.parametrize("bits", [1, 2, 3, 4])
-@pytest.mark.parametrize("size", [8, 16, 128, 4096])
-@pytest.mark.parametrize("hadamard", [False, True])
-def test_normal_values_have_the_same_bits(bits, size, hadamard):
-    """With every kind of group, not only with what is random."""
-    grid = Grid(bits, True, torch.bfloat16, hadamard, 2**31 - 1, gaussian=True)
-    groups = values(14, size, torch.float32, bits)  # the 14th is the last that is of a kind of its own
-    groups[groups.abs().amax(1) < 1e-36] = 0  # the interpreter gets the subnormal numbers of bfloat16 wrong
-    expected = reference.quantize(groups, grid)
-    assert_same_bits(launched(fused.quantize, groups, grid), expected)
-    assert_same_bits([launched(dequantize, *expected, grid)], [reference.dequantize(expected, grid)])
 
 
 @pytest.mark.parametrize("special", SPECIAL)
