@@ -177,6 +177,9 @@ class Codec(Named, ABC):
     """Whether `encode` has a third argument, `out: Parts | None = None`: contiguous memory as `layout`
     describes it, for the payload. It saves an allocation and a copy; a part that is made elsewhere all the
     same is copied by the channel."""
+    keeps_zeros: bool = False
+    """Whether each 0 decodes to 0, whatever stands beside it. Otherwise only a row of zeros does: the codec
+    says so in its payload, and between replicas the packet of a slice does."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

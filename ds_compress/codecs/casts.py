@@ -18,6 +18,8 @@ from ds_compress.kernels.numerics import as_divisor, cast, saturate
 class Identity(Codec):
     """Sends the tensor uncompressed."""
 
+    keeps_zeros = True
+
     def layout(self, spec: TensorSpec) -> Layout:
         return ((spec.shape, spec.dtype),)
 
@@ -37,6 +39,8 @@ class BFloat16(Codec):
 
     Values beyond the largest bf16 become that one; inf and nan stay.
     """
+
+    keeps_zeros = True
 
     def layout(self, spec: TensorSpec) -> Layout:
         return ((spec.shape, torch.bfloat16),)
@@ -60,6 +64,8 @@ class Float16(Codec):
     The scale lifts the largest magnitude to [2^14, 2^15), so small gradients do not underflow and large
     activations do not overflow; multiplying by a power of two costs no precision.
     """
+
+    keeps_zeros = True
 
     def layout(self, spec: TensorSpec) -> Layout:
         return ((spec.shape, torch.float16), ((), torch.float32))
@@ -96,6 +102,7 @@ class Float8(Codec):
     format."""
 
     examples = ({}, {"format": "e5m2"}, {"group_size": 128})
+    keeps_zeros = True
 
     class Options(CodecOptions):
         format: Literal["e4m3", "e5m2"] = "e4m3"

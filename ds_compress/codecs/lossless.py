@@ -26,6 +26,8 @@ class Lossless(Codec, VariableSizePayload):
     zstd runs on the host: a tensor on another device is copied there and back.
     """
 
+    keeps_zeros = True
+
     def layout(self, spec: TensorSpec) -> Layout:
         return (((1,), torch.int64),)
 

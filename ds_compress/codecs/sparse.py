@@ -92,6 +92,7 @@ class Sparse(Codec, Selects):
         super().__init__(options)
         self.values = _values_codec(self.options.values)
         self._raw = self.values.name == "none"
+        self.keeps_zeros = self.values.keeps_zeros
 
     def _values_spec(self, spec: TensorSpec) -> TensorSpec:
         """Return the shape, dtype and device of the selected values."""

@@ -362,7 +362,8 @@ def _split(
     for first, last, span in inside:
         if first > at:
             others.append(flat[(at - start) // size : (first - start) // size])
-        found.append(Gradient(span.number, flat[(first - start) // size : (last - start) // size], owner))
+        values = flat[(first - start) // size : (last - start) // size]
+        found.append(Gradient(span.number, values, owner, (first - span.start) // size))
         at = last
     if at < start + tensor.nbytes:
         others.append(flat[(at - start) // size :])

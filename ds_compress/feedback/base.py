@@ -115,6 +115,7 @@ class FeedbackCodec(Codec, CodecWrapper):
         self.feedback = feedback
         self.codec = codec
         self.name = codec.name
+        self.keeps_zeros = codec.keeps_zeros
 
     def __str__(self) -> str:
         return f"{self.codec} + {self.feedback}"

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import platform
+import struct
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -108,6 +109,20 @@ def _refusal(asked: str, usable: Iterable[str]) -> Exception:
     return CompressionError(f"{CPU}: {shown(asked)} {reason}; expected one of: {', '.join(usable) or 'none'}")
 
 
+def _is_complete(path: Path) -> bool:
+    """Return whether the ELF file `path` ends where its header says: behind the table of its sections.
+
+    The system opens a shorter one all the same, and ends the process when something in the missing part is
+    used.
+    """
+    with path.open("rb") as file:
+        header = file.read(64)
+    if len(header) < 64:
+        return False
+    (start,), (size, count) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
+    return bool(path.stat().st_size >= start + size * count)
+
+
 @cache
 def load() -> ctypes.CDLL | None:
     """Load the library for this processor, once in a process.
@@ -141,6 +156,8 @@ def _opened(name: str | None) -> ctypes.CDLL:
     changed = path.stat().st_mtime
     if any(source.stat().st_mtime > changed for source in sources()) and not is_current(path):
         raise OSError(f"{path} is older than its C++ sources; run `python setup.py build_ext --inplace`")
+    if not _is_complete(path):
+        raise OSError(f"{path} is cut off; install ds_compress again")
     library = ctypes.CDLL(str(path))
     try:
         build_id = ctypes.c_char_p.in_dll(library, BUILD_ID).value or b""

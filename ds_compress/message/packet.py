@@ -142,8 +142,11 @@ class PacketLayout:
         else:
             front[:] = data
 
-    def check(self, packet: Tensor, message_id: MessageId) -> None:
+    def check(self, packet: Tensor, message_id: MessageId, place: str = "boundary") -> None:
         """Refuse `packet` unless it is the message `message_id`.
+
+        Args:
+            place: what `message_id.boundary` is the number of.
 
         Raises:
             CompressionError: naming the first field that differs, what came and what was expected.
@@ -153,14 +156,15 @@ class PacketLayout:
             return
         came, wanted = Header.unpack(data), Header.unpack(expected)
         number = f"step {message_id.step}, micro-batch {message_id.micro_batch}"
-        place = f"packet for boundary {message_id.boundary}, {message_id.direction}, {number}"
+        where = f"packet for {place} {message_id.boundary}, {message_id.direction}, {number}"
         for name in ("boundary", "direction", "training", "step", "micro_batch", "nbytes", "fingerprint"):
             theirs, ours = getattr(came, name), getattr(wanted, name)
             if theirs != ours:
-                raise CompressionError(f"{place}: its {name} is {_shown(theirs)}, expected {_shown(ours)}")
+                what = place if name == "boundary" else name
+                raise CompressionError(f"{where}: its {what} is {_shown(theirs)}, expected {_shown(ours)}")
         if self.has_checksum:
-            raise CompressionError(f"{place}: its checksum is another: it was damaged on its way")
-        raise CompressionError(f"{place}: the header has unknown bits set")
+            raise CompressionError(f"{where}: its checksum is another: it was damaged on its way")
+        raise CompressionError(f"{where}: the header has unknown bits set")
 
     def _header(self, packet: Tensor, message_id: MessageId) -> bytes:
         """Return the header of `message_id`, with the checksum of the body of `packet` if there is one."""

@@ -13,7 +13,7 @@ so the all-gather is skipped. While the packets of one bucket are in flight, the
 
 import itertools
 import math
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -109,6 +109,7 @@ class Exchange:
         seed: int = 0,
         has_checksum: bool = False,
         itemsize: int = 4,
+        widths: Mapping[int, int] | None = None,
     ):
         """
         Args:
@@ -117,10 +118,11 @@ class Exchange:
             seed: of the codec's random choices.
             has_checksum: whether packets carry a checksum.
             itemsize: bytes per value in DeepSpeed's all-reduce, for the counters.
+            widths: see `Slices`.
         """
         self.replicas = replicas
         self.codec = SliceCodec(codec, seed, has_checksum, replicas.stage)
-        self.slices = Slices(replicas.size)
+        self.slices = Slices(replicas.size, widths)
         self.sent = Counters()
         self.quality = math.nan, math.nan
         """Relative error and cosine of the last measured bucket, against its exact average."""
@@ -317,7 +319,7 @@ class Exchange:
         plan = [list[_Sent]() for _ in range(self.replicas.size)]
         for gradient in gradients:
             for number, each in enumerate(self.slices.of(gradient)):
-                nbytes, start = self.codec.layout(each.spec).nbytes, number * each.spec.numel
+                nbytes, start = self.codec.layout(each).nbytes, number * each.spec.numel
                 sent = _Sent(each, gradient.values, start, nbytes, gradient.owner is None)
                 plan[each.owner].append(sent)
         return plan

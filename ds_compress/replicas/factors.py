@@ -48,9 +48,9 @@ def build_exchange(
         compressed: of `compressed_parameters`.
         options: of `Exchange`.
     """
-    if not any(layers(codec, LowRank)):
-        return Exchange(replicas, codec, *options)
     shapes = {number: _matrix_shape(parameter) for number, parameter in compressed.items()}
+    if not any(layers(codec, LowRank)):
+        return Exchange(replicas, codec, *options, widths={n: width for n, (_, width) in shapes.items()})
     return FactorExchange(replicas, codec, *options, shapes=shapes)
 
 

@@ -73,7 +73,7 @@ class DeltaCodec:
         self._slices = [
             (Slice(number, 0, TensorSpec((numel,), torch.float32)), used) for number, numel, used in sizes
         ]
-        self.nbytes = sum(used.layout(own.spec).nbytes for own, used in self._slices)
+        self.nbytes = sum(used.layout(own).nbytes for own, used in self._slices)
         """Bytes of a packet."""
 
     def encode(self, delta: Tensor, round_number: int, sender: int) -> Tensor:
@@ -115,6 +115,6 @@ class DeltaCodec:
         """Yield each slice with its codec, its values, and its part of the packet."""
         start = offset = 0
         for own, used in self._slices:
-            end, stop = start + own.spec.numel, offset + used.layout(own.spec).nbytes
+            end, stop = start + own.spec.numel, offset + used.layout(own).nbytes
             yield own, used, delta[start:end], packet[offset:stop]
             start, offset = end, stop

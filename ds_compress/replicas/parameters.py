@@ -144,7 +144,7 @@ class ParameterExchange:
                         continue
                     spec = TensorSpec((numel,), torch.float32, flat.device)
                     own = Slice(next(numbers), owner, spec)
-                    bucket[-1].append(_Part(start, numel, own, self._codec.layout(spec).nbytes))
+                    bucket[-1].append(_Part(start, numel, own, self._codec.layout(own).nbytes))
             buckets.append(bucket)
         return [bucket for bucket in buckets if any(bucket)]
 

@@ -5,18 +5,24 @@ A parameter of `numel` values is cut into one slice per replica; that replica ow
     | slice 0 | slice 1 | slice 2 ..|    equal sizes, multiples of ALIGNMENT; the last ones padded with zeros
 
 Under ZeRO each partition of the optimizer states is a slice, whatever its size.
+
+Optimizers divide a gradient by its own size, so noise in a row that had no gradient, as an unused embedding,
+would be a full step. Groups of a codec cross rows: a packet also says, one bit a row, which rows are zero.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, MessageId, TensorSpec, fill
+from ds_compress.codec import Codec, Context, Layout, MessageId, TensorSpec, fill
 from ds_compress.errors import errors_at
+from ds_compress.kernels.backends import kernels
+from ds_compress.kernels.numerics import is_readable
+from ds_compress.message.layout import explain
 from ds_compress.message.packet import PacketLayout
 
 ALIGNMENT = 256
@@ -47,6 +53,26 @@ class Gradient(NamedTuple):
     parameter: int  # position among the parameters of the stage: the same on every replica
     values: Tensor  # 1-D
     owner: int | None = None  # the one replica that needs the average; None: every replica
+    start: int = 0  # in the parameter
+
+
+class RowSpan(NamedTuple):
+    """How a run of a parameter's values lies in its rows, which are the indices of its first dimension."""
+
+    width: int  # values of a row
+    before: int  # values of the first row that stand before the run
+    count: int
+
+    def are_zero(self, values: Tensor) -> Tensor:
+        """Return bool [count]: the rows of `values`, [numel], in which all are 0."""
+        after = self.count * self.width - self.before - values.numel()
+        if self.before or after:
+            values = torch.nn.functional.pad(values, (self.before, after))
+        return values.view(self.count, self.width).any(1).logical_not_()
+
+    def spread(self, rows: Tensor, numel: int) -> Tensor:
+        """Return bool [numel]: for each value whether its row is among `rows`, bool [count]."""
+        return rows.repeat_interleave(self.width)[self.before : self.before + numel]
 
 
 @dataclass(eq=False)
@@ -56,6 +82,7 @@ class Slice:
     number: int  # the same on every replica
     owner: int
     spec: TensorSpec
+    rows: RowSpan | None = None  # None: not known
     memory: dict[str, Tensor] = field(default_factory=dict)
 
     def add_up(self, average: Tensor) -> None:
@@ -103,7 +130,7 @@ class SliceCodec:
         self._position = -1 - 2 * stage - use  # tensors of messages between stages have positions from 0
         self._seed = seed
         self._has_checksum = has_checksum
-        self._layouts: dict[TensorSpec, PacketLayout] = {}
+        self._layouts: dict[tuple[TensorSpec, RowSpan | None], PacketLayout] = {}
 
     def with_codec(self, codec: Codec) -> "SliceCodec":
         """Return the same with another codec."""
@@ -111,18 +138,29 @@ class SliceCodec:
         other.codec, other._layouts = codec, {}
         return other
 
-    def layout(self, spec: TensorSpec) -> PacketLayout:
-        """Return the layout of the packet of a slice like `spec`."""
-        if spec not in self._layouts:
+    def layout(self, own: Slice) -> PacketLayout:
+        """Return the layout of the packet of the slice `own`: the codec's payload, then the bits of rows."""
+        spec, rows = own.spec, self._rows(own)
+        if (spec, rows) not in self._layouts:
+            bits: Layout = () if rows is None else (((-(-rows.count // 8),), torch.uint8),)
             identity = (spec.shape, spec.dtype, self.codec.settings)
-            self._layouts[spec] = PacketLayout(self.codec.layout(spec), identity, self._has_checksum)
-        return self._layouts[spec]
+            layout = PacketLayout(self.codec.layout(spec) + bits, identity, self._has_checksum)
+            self._layouts[spec, rows] = layout
+        return self._layouts[spec, rows]
 
     def encode(self, own: Slice, x: Tensor, packet: Tensor, half: str, step: int, sender: int) -> None:
         """Encode `x`, values of the slice `own`, into `packet`, and update the residual of `half`."""
-        layout, message_id = self.layout(own.spec), self._message_id(own, half, step)
+        layout, message_id, rows = self.layout(own), self._message_id(own, half, step), self._rows(own)
         views = layout.views(packet)
-        fill(views, self.codec.encode_into(x, self._context(message_id, sender, own.memory), views))
+        payload = views if rows is None else views[:-1]
+        zero = None if rows is None else self._zero_rows(own, rows, x, half)
+        fill(payload, self.codec.encode_into(x, self._context(message_id, sender, own.memory), payload))
+        if rows is not None and zero is not None:
+            views[-1].copy_(kernels(x.device).pack_bits(zero))
+            if not is_readable(zero) or zero.any():  # these rows lose nothing
+                values = rows.spread(zero, x.numel())
+                for residual in self._residuals(own, half):
+                    residual.masked_fill_(values, 0)
         layout.write_header(packet, message_id)
 
     def decode(self, own: Slice, packet: Tensor, half: str, step: int, sender: int) -> Tensor:
@@ -131,11 +169,43 @@ class SliceCodec:
         Raises:
             CompressionError: `packet` is found to be of another slice, step or half, or damaged.
         """
-        layout, message_id = self.layout(own.spec), self._message_id(own, half, step)
+        layout, message_id, rows = self.layout(own), self._message_id(own, half, step), self._rows(own)
         if packet.is_cpu or self._has_checksum:  # else the host would wait for the device
             with errors_at(f"{self._content} from replica {sender}"):
-                layout.check(packet, message_id)
-        return self.codec.decode(layout.views(packet), own.spec, self._context(message_id, sender, {}))
+                layout.check(packet, message_id, "slice")
+        views = layout.views(packet)
+        payload = views if rows is None else views[:-1]
+        try:
+            values = self.codec.decode(payload, own.spec, self._context(message_id, sender, {}))
+        except Exception as error:
+            place = f"{self._content} from replica {sender}, slice {own.number}, {half}"
+            explain(error, self.codec, place, message_id)
+            raise
+        if rows is None:
+            return values
+        zero = kernels(packet.device).unpack_bits(views[-1], rows.count)
+        if is_readable(zero) and not zero.any():
+            return values
+        return values.masked_fill_(rows.spread(zero, values.numel()), 0)
+
+    def _rows(self, own: Slice) -> RowSpan | None:
+        """Return the rows of the slice `own` that its packet has bits of; None: it has none."""
+        return None if self.codec.keeps_zeros else own.rows
+
+    def _zero_rows(self, own: Slice, rows: RowSpan, x: Tensor, half: str) -> Tensor:
+        """Return bool [rows]: those in which `x` is 0, and what is added to it, too."""
+        zero = rows.are_zero(x)
+        for residual in self._residuals(own, half):
+            if not is_readable(zero) or zero.any():
+                zero &= rows.are_zero(residual)
+        return zero
+
+    @staticmethod
+    def _residuals(own: Slice, half: str) -> Iterator[Tensor]:
+        """Yield what the feedback keeps of each value of the slice `own`."""
+        for key, entry in own.memory.items():
+            if key.startswith(f"{half}/") and entry.shape == own.spec.shape:
+                yield entry
 
     def _message_id(self, own: Slice, half: str, step: int) -> MessageId:
         return MessageId(own.number % 2**16, half, step)
@@ -153,8 +223,12 @@ class SliceCodec:
 class Slices:
     """The slices of all parameters of a stage, created at the first gradient of each parameter."""
 
-    def __init__(self, replicas: int):
-        self._replicas = replicas
+    def __init__(self, replicas: int, widths: Mapping[int, int] | None = None):
+        """
+        Args:
+            widths: values of a row of each parameter, by its number; of others nothing is said of rows.
+        """
+        self._replicas, self._widths = replicas, widths or {}
         self._of: dict[tuple[int, int | None, int], list[Slice]] = {}
         self._loaded: dict[int, dict[str, Tensor]] = {}  # from a checkpoint, of slices that do not exist yet
 
@@ -177,18 +251,22 @@ class Slices:
 
     def of(self, gradient: Gradient) -> list[Slice]:
         """Return the slices of `gradient`, in the order of their owners."""
-        parameter, values, owner = gradient
+        parameter, values, owner, start = gradient
         key = parameter, owner, values.numel()
         if key not in self._of:
             owners = range(self._replicas) if owner is None else [owner]
             numel = values.numel() if owner is not None else slice_numel(values.numel(), self._replicas)
             spec = TensorSpec((numel,), torch.float32, values.device)
-            self._of[key] = [self._made(parameter * self._replicas + each, each, spec) for each in owners]
+            starts = range(start, start + len(owners) * numel, numel)
+            self._of[key] = [self._made(parameter, *each, spec) for each in zip(owners, starts)]
         return self._of[key]
 
-    def _made(self, number: int, owner: int, spec: TensorSpec) -> Slice:
-        memory = self._loaded.pop(number, {})
-        return Slice(number, owner, spec, {key: value.to(spec.device) for key, value in memory.items()})
+    def _made(self, parameter: int, owner: int, start: int, spec: TensorSpec) -> Slice:
+        number, width, rows = parameter * self._replicas + owner, self._widths.get(parameter, 0), None
+        if width:
+            rows = RowSpan(width, start % width, -(-(start % width + spec.numel) // width))
+        memory = {key: value.to(spec.device) for key, value in self._loaded.pop(number, {}).items()}
+        return Slice(number, owner, spec, rows, memory)
 
     def saved(self) -> dict[int, dict[str, Tensor]]:
         """Return the residuals for a checkpoint, by slice number."""

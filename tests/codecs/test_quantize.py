@@ -107,8 +107,8 @@ def test_sizes_and_errors_promised(hidden):
     assert bits_per_value(plain, hidden) == bits_per_value(rotated, hidden) == 4.25
     assert error_of(rotated, hidden) <= 0.09
     assert error_of(plain, hidden) >= 2 * error_of(rotated, hidden)
-    assert bits_per_value({**rotated, "bits": 2, "grid": "uniform"}, hidden) == 2.25
-    assert error_of({**rotated, "bits": 2, "grid": "uniform"}, hidden) <= 0.45
+    assert bits_per_value({**rotated, "bits": 2}, hidden) == 2.25
+    assert error_of({**rotated, "bits": 2}, hidden) <= 0.45
     assert error_of({**plain, "bits": 8}, hidden) <= 0.015
     assert bits_per_value({**plain, "scheme": "symmetric"}, hidden) == 4.125
 

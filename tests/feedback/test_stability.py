@@ -26,7 +26,7 @@ SETTINGS = [
         for bits in (2, 3, 8)
         for s in ("asymmetric", "symmetric")
     ),
-    *({"name": "quantize", "bits": bits, "hadamard": True, "group_size": 16} for bits in (1, 2, 3, 4)),
+    *({"name": "quantize", "bits": bits, "hadamard": True, "group_size": 16} for bits in (2, 3, 4)),
     {"name": "quantize", "bits": 4, "rounding": "stochastic", "group_size": 16},
     *({"name": "minmax", "bits": bits} for bits in (2, 4)),
     {"name": "topk", "density": 0.3},
@@ -140,15 +140,12 @@ def test_what_reuse_leaves_out_is_not_kept(feedback, values, mask):
         assert any(value.abs().max() > 0 for value in memory.values())
 
 
-def test_what_is_refused_does_grow():
-    """So that the refusal is not idle: what a quantizer of 1 bit leaves out adds up."""
-    pair, x = Pair({"name": "quantize", "bits": 1, "group_size": 16}, "ef"), torch.randn(8, 16).abs()
-    sizes = []
+def test_what_is_refused_holds_back_many_messages():
+    """So that the refusal is not idle: what 1 bit for the whole tensor leaves out adds up."""
+    pair, x = Pair({"name": "minmax", "bits": 1}, "ef"), torch.randn(8, 16)
     for step in range(200):
         pair(x, step=step)
-        if step in (49, 199):
-            sizes.append((pair.sender["forward/sender/ef"].norm() / x.norm()).item())
-    assert sizes[0] > 20 and sizes[1] > 3 * sizes[0]
+    assert pair.sender["forward/sender/ef"].norm() > 5 * x.norm()
 
 
 REFUSED = [

@@ -149,6 +149,14 @@ def test_a_file_that_is_no_library_of_ours_is_not_used(foreign, copied, caplog):
     assert str(copied) in without(caplog)
 
 
+@pytest.mark.parametrize("left", [0.1, 0.5, 0.9, 0.999])
+def test_a_library_that_is_cut_off_is_not_used(left, copied, caplog):
+    """As by a full disk. It was loaded, and its first use ended the process with SIGBUS."""
+    copied.with_name("changed.cpp").unlink()
+    os.truncate(copied, int(left * copied.stat().st_size))
+    assert f"{copied} is cut off; install ds_compress again" in without(caplog)
+
+
 CODECS = ("quantize", "topk", "fp8", "entropy", "lossless", "minmax")
 
 

@@ -51,9 +51,9 @@ def averages(feedback, dtype, rank_of_mean, steps):
             apart = torch.randn(n, h, generator=own) if rank_of_mean is None else torch.zeros(n, h)
             value = (1 + rank) * 64 * (left @ right.T + apart) * 10 ** (step % 3)
             gradients.append(Gradient(number, value.view(-1)))
-        given.append([values.clone() for _, values, _ in gradients])
+        given.append([values.clone() for _, values, *_ in gradients])
         exchange.average(gradients, 1 / size, 64.0, step)
-        came.append([values for _, values, _ in gradients])
+        came.append([values for _, values, *_ in gradients])
     memories = [exchange.slices.of(gradient)[0].memory for gradient in gradients]
     left = [64 * next(residuals(memory, "backward"), torch.zeros(1)) for memory in memories]
     return {"given": given, "came": came, "left": left, "sent": exchange.sent}

@@ -283,7 +283,7 @@ def draw_errors(config):
     own = Slice(0, 0, TensorSpec((9_216,), torch.float32))
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     x = torch.randn(own.spec.shape, generator=generator)
-    packet = torch.zeros(codec.layout(own.spec).nbytes, dtype=torch.uint8)
+    packet = torch.zeros(codec.layout(own).nbytes, dtype=torch.uint8)
     codec.encode(own, x, packet, GRADIENT, 0, replica)
     return engine.stage_id, codec.decode(own, packet, GRADIENT, 0, replica) - x
 
@@ -324,7 +324,7 @@ def exchange_damaged(damage):
     [
         (0, "not a packet"),
         (8, "its step is 4, expected 5"),
-        (6, "boundary"),
+        (6, "its slice is 1, expected 0"),
         (20, "fingerprint"),
         (99, "damaged"),
     ],
