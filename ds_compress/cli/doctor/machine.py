@@ -88,9 +88,8 @@ def left_buffers() -> dict[str, int]:
                 found[str(path)] = 512 * state.st_blocks
     for maps in Path("/proc").glob("[0-9]*/maps") if found else ():
         with suppress(OSError):
-            words = maps.read_text(errors="replace").split()
-            for path in found.keys() & set(words):
-                del found[path]
+            for mapped in found.keys() & set(maps.read_text(errors="replace").split()):
+                del found[mapped]
     return found
 
 
