@@ -109,6 +109,7 @@ class Exchange:
         seed: int = 0,
         has_checksum: bool = False,
         itemsize: int = 4,
+        *,
         widths: Mapping[int, int] | None = None,
     ):
         """

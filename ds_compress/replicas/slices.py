@@ -61,17 +61,17 @@ class RowSpan(NamedTuple):
 
     width: int  # values of a row
     before: int  # values of the first row that stand before the run
-    count: int
+    touched: int  # rows with values of the run
 
     def are_zero(self, values: Tensor) -> Tensor:
-        """Return bool [count]: the rows of `values`, [numel], in which all are 0."""
-        after = self.count * self.width - self.before - values.numel()
+        """Return bool [touched]: the rows of `values`, [numel], in which all are 0."""
+        after = self.touched * self.width - self.before - values.numel()
         if self.before or after:
             values = torch.nn.functional.pad(values, (self.before, after))
-        return values.view(self.count, self.width).any(1).logical_not_()
+        return values.view(self.touched, self.width).any(1).logical_not_()
 
     def spread(self, rows: Tensor, numel: int) -> Tensor:
-        """Return bool [numel]: for each value whether its row is among `rows`, bool [count]."""
+        """Return bool [numel]: for each value whether its row is among `rows`, bool [touched]."""
         return rows.repeat_interleave(self.width)[self.before : self.before + numel]
 
 
@@ -142,7 +142,7 @@ class SliceCodec:
         """Return the layout of the packet of the slice `own`: the codec's payload, then the bits of rows."""
         spec, rows = own.spec, self._rows(own)
         if (spec, rows) not in self._layouts:
-            bits: Layout = () if rows is None else (((-(-rows.count // 8),), torch.uint8),)
+            bits: Layout = () if rows is None else (((-(-rows.touched // 8),), torch.uint8),)
             identity = (spec.shape, spec.dtype, self.codec.settings)
             layout = PacketLayout(self.codec.layout(spec) + bits, identity, self._has_checksum)
             self._layouts[spec, rows] = layout
@@ -183,7 +183,7 @@ class SliceCodec:
             raise
         if rows is None:
             return values
-        zero = kernels(packet.device).unpack_bits(views[-1], rows.count)
+        zero = kernels(packet.device).unpack_bits(views[-1], rows.touched)
         if is_readable(zero) and not zero.any():
             return values
         return values.masked_fill_(rows.spread(zero, values.numel()), 0)
