@@ -216,7 +216,7 @@ class Codec(Named, ABC):
 
         It is that of the tensor as a whole; activations are judged by the errors of their rows
         (`codecs.message_error`), for which no bound is declared.
-        Below 1 the codec is a contraction. For a codec that learns: before it has learned.
+        Below 1 the codec is a contraction. For a codec with state: of its first message.
         """
         return math.inf  # not declared; `check_codec` asks for a number
 

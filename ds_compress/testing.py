@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ds_compress.codec import CODECS, Codec, Context, Layout, TensorSpec, build
 from ds_compress.codecs.message_error import measure_error
-from ds_compress.codecs.mixins import ObservesWarmup, ReusesForwardIndices, VariableSizePayload
+from ds_compress.codecs.mixins import ReusesForwardIndices, VariableSizePayload
 from ds_compress.codecs.shapes import matrix_shape
 from ds_compress.errors import CompressionError, in_one_line
 
@@ -120,16 +120,8 @@ class BoundarySides:
         self.packets: list[Tensor] = []
 
     def exchange(self, activation: Tensor, gradient: Tensor, **place: Any) -> tuple[Tensor, Tensor]:
-        """Send `activation` forward and `gradient` of the same micro-batch back; what arrives.
-
-        Warm-up messages of the same shapes have crossed before.
-        """
+        """Send `activation` forward and `gradient` of the same micro-batch back; what arrives."""
         forward, backward = self._pair.codecs
-        for memory in self._memories:
-            for codec, x, direction in ((forward, activation, "forward"), (backward, gradient, "backward")):
-                if isinstance(codec, ObservesWarmup):
-                    warmup = normal(TensorSpec.of(x), seed=5)
-                    codec.observe(warmup, Context(**{**place, "direction": direction}, memory=memory))
         stashes: tuple[dict[str, Any], dict[str, Any]] = {}, {}
         left, right = zip(stashes, self._memories)
         return (

@@ -51,7 +51,6 @@ from ds_compress.checkpoint.search import (
     saved_gradients,
     saved_settings,
 )
-from ds_compress.codecs.mixins import needs_warmup
 from ds_compress.errors import CompressionError, in_one_line
 from ds_compress.version import __version__
 
@@ -63,7 +62,7 @@ def state_of(sides: Iterable[Side]) -> dict[str, Tensor]:
     return {
         f"{side.key}/{position}/{name}": value
         for side in sides
-        for position, memory in side.boundary.saved().items()
+        for position, memory in side.boundary.memory.items()
         for name, value in memory.items()
     }
 
@@ -121,7 +120,6 @@ class Checkpointer:
                 version=__version__,
                 step=engine.global_steps,
                 settings=settings,
-                warmup_ends={side.key: side.boundary.warmup_end for side in sides},
                 schedule=(session.depth.now, engine.num_stages, engine.micro_batches),
                 course=session.changed_settings(),
                 noted=session.own_measurements(),
@@ -207,8 +205,6 @@ class Checkpointer:
         for side, its in zip(sides, found):
             restored = verdict.status[side.layer, rank.replica] == RESTORED
             memories = its.memories if restored else {}
-            again = engine.global_steps + max(1, session.config.warmup_steps) if side.needs_warmup else 0
-            side.boundary.warmup_end = its.warmup_end if restored else again  # equal on both sides
             session.stage.on_codec_stream(
                 side.boundary, functools.partial(side.boundary.restore, memories, engine.device)
             )
@@ -218,18 +214,4 @@ class Checkpointer:
         session.depth.measure_again()
         report = verdict.report(Path(root, tag))
         if restore and report and dist.get_rank() == 0:
-            log.warning(report + self._warmup_again())
-
-    def _warmup_again(self) -> str:
-        """Return the part of a report that lists codecs that repeat their warm-up; empty if none does."""
-        session = self._session
-        found = [session.config.codecs(number) for number in session.config.configured_boundaries]
-        codecs = [codec for each in found for codec in (each.forward, each.backward)]
-        names = sorted({codec.name for codec in codecs if needs_warmup(codec)})
-        if not names:
-            return ""
-        end = session.engine.global_steps + max(1, session.config.warmup_steps)
-        return (
-            f"; {', '.join(names)}, which learn from the warm-up, go through it again: there messages are "
-            f"uncompressed until step {end}"
-        )
+            log.warning(report)

@@ -69,7 +69,7 @@ class Metadata(Options):
     schedule: tuple[Annotated[int, Field(ge=1, le=MAX_DEPTH)], int, int] = (1, 0, 0)
     """Depth, stages and micro-batches of the steps before."""
     warmup_ends: dict[str, int] = {}
-    """End of the warm-up of each side in the file: see `Boundary.warmup_end`."""
+    """Written up to release 0.3; not read."""
     changed_settings: ChangedSettings | None = Field(default=None, alias="course")
     """The settings after all changes during training; the same in the files of all ranks."""
     own_measurements: dict[

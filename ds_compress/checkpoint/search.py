@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_compress.checkpoint.file import DamagedFile, StateFile
-from ds_compress.codecs.mixins import Stateful, layers, needs_warmup
+from ds_compress.codecs.mixins import Stateful, layers
 from ds_compress.errors import CompressionError
 from ds_compress.feedback.digest import mirror_digest
 from ds_compress.message.channel import Boundary
@@ -75,11 +75,6 @@ class Side:
         return any(any(layers(codec, Stateful)) for codec in codecs)  # type: ignore[type-abstract]
 
     @property
-    def needs_warmup(self) -> bool:
-        """Return whether a codec here works only with what it has learned in the warm-up."""
-        return any(needs_warmup(channel.codec) for channel in self.boundary.channels)
-
-    @property
     def settings(self) -> dict[str, Any]:
         return self.boundary.config.codecs(self.boundary.number).settings
 
@@ -89,7 +84,6 @@ class Found(NamedTuple):
 
     status: int
     memories: dict[int, dict[str, Tensor]] = {}
-    warmup_end: int = 0  # see `Boundary.warmup_end`
 
 
 def load(root: Path, tag: str, rank: Rank, side: Side, step: int) -> Found:
@@ -106,7 +100,7 @@ def load(root: Path, tag: str, rank: Rank, side: Side, step: int) -> Found:
                 return Found(CHANGED)
             memories = file.memories(side.key)
             side.boundary.check(memories)
-            return Found(RESTORED, memories, warmup_end=metadata.warmup_ends.get(side.key, 0))
+            return Found(RESTORED, memories)
         except DamagedFile as error:  # the side may still be in another one
             result, why = Found(UNREADABLE), f"{path} cannot be read: {error}"
         except Exception as error:  # of a codec that looks at its entries

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, Stability, TensorSpec, register
 from ds_compress.codecs import bounds
-from ds_compress.codecs.mixins import HardwareDependentDecode, Stateful, check_entry, parse_size
+from ds_compress.codecs.mixins import Stateful, check_entry, parse_size
 from ds_compress.codecs.shapes import (
     LARGEST_FACTOR,
     WIRE_DTYPES,
@@ -23,7 +23,7 @@ from ds_compress.kernels.numerics import cast, is_finite, saturate
 
 
 @register("lowrank")
-class LowRank(Codec, Stateful, HardwareDependentDecode):
+class LowRank(Codec, Stateful):
     """The product of two thin factors, from one power iteration that starts where the last message ended.
 
     PowerSGD (Vogels et al., arXiv 1905.13727, algorithm 1) on the message M of n rows and h columns: P = M Q

@@ -1,12 +1,11 @@
 """Optional abilities of codecs, as base classes beside `Codec`.
 
     Stateful                  keeps entries in the memory that checkpoints carry    lowrank, feedbacks
-    ObservesWarmup            reads the messages of the warm-up                     learned bases
+    ObservesWarmup            reads the messages of the warm-up                     feedbacks ef21, aqsgd
     ManagesStorage            stores entries of the memory off the device           feedback aqsgd
     Selects                   keeps some entries, which the gradient can reuse      topk, randomk
     ReusesForwardIndices      depends on the forward codec                          topk, indices "reuse"
     VariableSizePayload       sends a payload whose size depends on the data        lossless
-    HardwareDependentDecode   decodes to other last bits on other processors        lowrank, learned bases
     FusesFeedback             does a feedback's steps in the same pass              quantize
 
 Callers ask with `isinstance`, or with `layers` where a feedback may wrap the codec.
@@ -71,25 +70,13 @@ def parse_size(digits: str) -> int:
 class ObservesWarmup(ABC):
     """Reads the messages that cross uncompressed during the warm-up."""
 
-    needs_warmup: bool = False
-    """Whether the codec works only after at least one warm-up step."""
-
     @abstractmethod
     def observe(self, x: Tensor, ctx: Context) -> None:
         """Read the message `x`; both sides call it with the same `x`."""
 
 
-def needs_warmup(codec: Codec) -> bool:
-    """Return whether `codec`, or one that it wraps, works only after at least one warm-up step."""
-    return any(layer.needs_warmup for layer in layers(codec, ObservesWarmup))  # type: ignore[type-abstract]
-
-
 class ManagesStorage(ABC):
     """Decides where its entries of the memory are stored: on the device, in host memory."""
-
-    def saved(self, memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what a checkpoint holds beside the entries of `memory`; `restored` removes it again."""
-        return {}
 
     @abstractmethod
     def restored(self, memory: MutableMapping[str, Tensor]) -> None:
@@ -151,13 +138,6 @@ class VariableSizePayload(ABC):
     def largest_extra_payload(self, spec: TensorSpec) -> Layout:
         """Return the largest `extra_payload` of any message, first visits and the like included."""
         return self.planned_extra_payload(spec)
-
-
-class HardwareDependentDecode:
-    """Decodes with a matrix product, whose last bits depend on processor, libraries and thread count.
-
-    All other codecs decode a packet to the same bits everywhere.
-    """
 
 
 class FusesFeedback(ABC):

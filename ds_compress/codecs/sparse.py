@@ -26,7 +26,7 @@ from ds_compress.codec import (
     register,
 )
 from ds_compress.codecs import bounds
-from ds_compress.codecs.mixins import ObservesWarmup, Selects, VariableSizePayload
+from ds_compress.codecs.mixins import Selects, VariableSizePayload
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.topk.selection import Selection
@@ -80,7 +80,7 @@ class SparseOptions(CodecOptions):
     @classmethod
     def _values_are_a_plain_codec(cls, choice: object) -> object:
         inner = _values_codec(choice)
-        if isinstance(inner, (Selects, VariableSizePayload, ObservesWarmup)):
+        if isinstance(inner, (Selects, VariableSizePayload)):
             raise CompressionError(f"values: {inner.name!r} cannot carry the kept values; use e.g. 'bf16'")
         return choice
 

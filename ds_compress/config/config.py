@@ -6,12 +6,10 @@ from typing import Any, Literal
 
 import ds_compress.codecs  # noqa: F401  (registers them)
 from ds_compress.codec import CODECS, Codec
+from ds_compress.codecs.lowrank import LowRank
 from ds_compress.codecs.mixins import (
-    HardwareDependentDecode,
     ReusesForwardIndices,
     VariableSizePayload,
-    layers,
-    needs_warmup,
 )
 from ds_compress.config.block import DIRECTIONS, KEY, Block
 from ds_compress.config.checks import check, check_nesting, check_policy, feedback_notes, unused_options
@@ -157,18 +155,19 @@ class Config:
                     f"{path}.{direction}.feedback: {feedback.name!r} is not for this direction; "
                     f"allowed: {', '.join(feedback.directions)}"
                 )
+            codec = forward if direction == "forward" else backward
+            if feedback.has_mirrored_state and isinstance(codec, LowRank):
+                raise CompressionError(
+                    f"{path}.{direction}.feedback: {feedback.name!r} is not allowed with codec 'lowrank': "
+                    "both sides keep the same state, but a matrix product has other last bits on other "
+                    "processors; allowed: 'none', 'ef', 'loco'"
+                )
         with errors_at(f"{path}.forward.feedback"):
             forward_feedback.check_growth(forward)
             forward = forward_feedback.wrap(forward)
         if isinstance(backward, ReusesForwardIndices):
             with errors_at(f"{path}.backward.codec"):
                 backward = backward.paired_with(forward)
-        for codec, direction in ((forward, "forward"), (backward, "backward")):
-            if needs_warmup(codec) and not (self.block.warmup_steps or self.block.warmup_epochs):
-                raise CompressionError(
-                    f"{KEY}.warmup_steps: 0 is not allowed with codec {codec.name!r} in "
-                    f"{path}.{direction}; use 1 up"
-                )
         if isinstance(backward, ReusesForwardIndices) and backward.note:
             self.notes[f"{path}.backward.codec: {backward.note}"] = None
         with errors_at(f"{path}.backward.feedback"):
@@ -242,17 +241,6 @@ class Config:
     def has_mirrored_state(self) -> bool:
         """Return whether both sides of some boundary keep state that has to stay the same."""
         return any(feedback.has_mirrored_state for _, feedback in self.pairs())
-
-    @property
-    def mirrored_products(self) -> list[str]:
-        """Return the names of codecs, with their feedback, whose mirrored state is equal only where both
-        sides compute matrix products alike."""
-        pairs = {
-            f"{codec.name} + {feedback.name}"
-            for codec, feedback in self.pairs()
-            if feedback.has_mirrored_state and any(layers(codec, HardwareDependentDecode))
-        }
-        return sorted(pairs)
 
     def pairs(self) -> Iterator[tuple[Codec, Feedback]]:
         """Yield codecs, with the feedbacks round them, of all boundaries and directions."""

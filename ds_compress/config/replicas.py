@@ -8,19 +8,12 @@ from pydantic import Field
 
 from ds_compress.codec import CODECS, Codec, TensorSpec
 from ds_compress.codecs.lowrank import LowRank
-from ds_compress.codecs.mixins import (
-    HardwareDependentDecode,
-    ObservesWarmup,
-    ReusesForwardIndices,
-    Stateful,
-    VariableSizePayload,
-    layers,
-)
+from ds_compress.codecs.mixins import ReusesForwardIndices, Stateful, VariableSizePayload, layers
 from ds_compress.errors import CompressionError, errors_at
 from ds_compress.feedback import FEEDBACKS
 from ds_compress.registry import Options, Steps
 
-STATEFUL = HardwareDependentDecode, ObservesWarmup, Stateful, VariableSizePayload
+STATEFUL = Stateful, VariableSizePayload
 """Abilities of codecs that replicas cannot use: each packet is decoded by itself, to the same bits
 everywhere, and its size is known beforehand. `lowrank` can be used, but sends no packets."""
 

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_compress.config import KEY, Config
 from ds_compress.engine import cleanup
-from ds_compress.engine.handshake import Notes, SharedWarning, agree, relied_on
+from ds_compress.engine.handshake import Notes, SharedWarning, agree, numerics_to_match
 from ds_compress.engine.intercept import PointToPoint
 from ds_compress.engine.mixin import CompressedEngine
 from ds_compress.engine.optimizers import check_optimizer
@@ -135,7 +135,7 @@ def attach(engine: Any, module: Any, block: object) -> None:
             "version": __version__,
             **config.settings,
             "kernels": backend,
-            **relied_on(config, engine.device),
+            **numerics_to_match(config, engine.device),
         }
     except CompressionError as error:
         agreed = error

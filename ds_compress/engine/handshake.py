@@ -4,7 +4,6 @@ The ranks exchange strings through the store of torch.distributed (TCP or a file
 is needed, and a rank that never answers is a time-out, not a hang. Rank 0 reads one value of each rank.
 """
 
-import hashlib
 import itertools
 import json
 import logging
@@ -12,14 +11,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed import Store
 
 from ds_compress.codecs.lowrank import LowRank
 from ds_compress.codecs.mixins import layers
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
-from ds_compress.feedback.digest import absorb
 
 _engines = itertools.count()
 
@@ -135,48 +132,20 @@ def _first_difference(ours: Any, theirs: Any, path: str) -> tuple[str, Any, Any]
     return None if ours == theirs else (path, ours, theirs)
 
 
-PRODUCTS = ((64, 16, 256), (256, 64, 1024))  # rows, coefficients and columns of a message
-"""Matrix products whose last bits are compared."""
+def numerics_to_match(config: Config, device: torch.device) -> dict[str, Any]:
+    """Return what all ranks must have alike to compute matrix products alike; empty if `config` needs none.
 
-
-def relied_on(config: Config, device: torch.device) -> dict[str, Any]:
-    """Return releases, device and products that all ranks must have alike for `config`; empty if none."""
-    pairs = ", ".join(config.mirrored_products)
+    Replicas with codec `lowrank` make the factors that they average orthonormal, each by itself.
+    """
     codec = config.replica_codec
-    if pairs:
-        why = f"both sides of {pairs} have to compute alike; with another feedback they need not"
-    elif codec is not None and any(layers(codec, LowRank)):
-        why = "replicas with codec 'lowrank' have to compute alike; with another codec they need not"
-    else:
+    if codec is None or not any(layers(codec, LowRank)):
         return {}
-    return {f"numerics.{name} ({why})": value for name, value in fingerprint(device).items()}
-
-
-def fingerprint(device: torch.device) -> dict[str, Any]:
-    """Return names of what computes on `device`, and a hash of what comes out."""
+    why = "replicas with codec 'lowrank' have to compute alike; with another codec they need not"
+    found: dict[str, Any] = {"torch": torch.__version__}
     if device.type == "cpu":
-        name = torch.backends.cpu.get_cpu_capability()
-        more: dict[str, Any] = {"threads": torch.get_num_threads()}
+        capability = torch.backends.cpu.get_cpu_capability()
+        found |= {"device": f"cpu {capability}", "threads": torch.get_num_threads()}
     else:
-        name, more = torch.get_device_module(device).get_device_name(device), {}
-    device_name = f"{device.type} {name}"
-    return {"torch": torch.__version__, "device": device_name, **more, "products": _products(device)}
-
-
-def _products(device: torch.device) -> str:
-    """Hash of products as learned bases and `lowrank` have them."""
-    digest = hashlib.blake2b(digest_size=8)
-    for rows, coefficients, columns in PRODUCTS:
-        code, basis = _numbers(rows, coefficients, device), _numbers(columns, coefficients, device)
-        absorb(digest.update, "decoded", code @ basis.T)
-        message = _numbers(rows, columns, device).double()
-        moment = message.T @ message
-        absorb(digest.update, "basis", torch.linalg.qr(moment @ basis.double()).Q)
-        absorb(digest.update, "eigenvectors", torch.linalg.eigh(moment).eigenvectors)
-    return digest.hexdigest()
-
-
-def _numbers(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Return fp32 numbers in [-1, 1) that use all 24 bits, equal on every device."""
-    counted = torch.arange(1, rows * columns + 1, dtype=torch.int64, device=device)
-    return ((counted * 2654435761 % 2**24 - 2**23).float() / 2**23).view(rows, columns)
+        name = torch.get_device_module(device).get_device_name(device)
+        found["device"] = f"{device.type} {name}"
+    return {f"numerics.{name} ({why})": value for name, value in found.items()}

@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ds_compress.codecs.mixins import needs_warmup
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.config.recipes import with_changes
 from ds_compress.engine.stage import Stage
@@ -84,7 +83,6 @@ class Reconfigurator:
             )
         other = config.changed({"boundaries": adopted})
         self._check(other, engine.num_stages)
-        _check_warmup(config, other, engine.global_steps)
         other.prepare()
         config.adopted = adopted
         if not config.adopt(other):
@@ -94,17 +92,3 @@ class Reconfigurator:
         for part in self._watching:
             part.follow()
         return True
-
-
-def _check_warmup(config: Config, other: Config, step: int) -> None:
-    """Refuse codecs that learn from the warm-up when it is over."""
-    if step < config.warmup_steps:
-        return
-    for number in other.configured_boundaries:
-        for direction in DIRECTIONS:
-            old, new = (getattr(each.codecs(number), direction) for each in (config, other))
-            if needs_warmup(new) and new.settings != old.settings:
-                raise CompressionError(
-                    f"{KEY}.{direction}.codec: {new} learns from the warm-up, which is over after "
-                    f"{config.warmup_steps} steps: it cannot begin at step {step}; allowed: other codecs"
-                )

@@ -64,7 +64,6 @@ class Channel:
         # both sides find the same
         compressed = training or config.eval == "compressed"
         compressed = compressed and message_id.step >= config.warmup_steps
-        compressed = compressed and message_id.step >= self.boundary.warmup_end
         kind = compressed, training, self.uncompressed_tail, self.boundary.dependence
         layout = self._latest.get(kind)
         if layout is not None and len(layout.specs) == len(tensors):
@@ -235,9 +234,6 @@ class Boundary:
         self.memory: dict[int, dict[str, Tensor]] = {}  # by tensor position
         self.sample_ids: dict[int, Tensor] = {}  # of the present step, by micro-batch
         self.loss_scale = 1.0  # of the gradients of the present step
-        self.warmup_end = 0
-        """Step until which messages cross uncompressed, beside the warm-up of the block: a boundary that lost
-        what its codecs learned goes through the warm-up again. Both sides have the same."""
         self.dependence: tuple[bool, ...] | None = None
         """Whether each float tensor of a message depends on parameters; None while that is not known.
         Equal on both sides."""
@@ -346,15 +342,6 @@ class Boundary:
             self.memory[position] = {
                 key: value for key, value in memory.items() if not key.startswith(f"{direction}/mirror/")
             }
-
-    def saved(self) -> dict[int, dict[str, Tensor]]:
-        """Return what a checkpoint has to hold, by tensor position."""
-        found = {position: dict(memory) for position, memory in self.memory.items()}
-        for memory in found.values():
-            for channel in self.channels:
-                for layer in layers(channel.codec, ManagesStorage):
-                    memory |= layer.saved(memory)
-        return found
 
     def restore(self, memories: dict[int, dict[str, Tensor]], device: torch.device) -> None:
         """Make `memories`, by tensor position, all that is remembered."""

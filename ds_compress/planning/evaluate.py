@@ -23,7 +23,6 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, TensorSpec
 from ds_compress.codecs.message_error import measure_error
-from ds_compress.codecs.mixins import ObservesWarmup, layers
 from ds_compress.config import DIRECTIONS, Config
 from ds_compress.config.policies import ChannelKey
 from ds_compress.message.channel import Boundary
@@ -114,17 +113,15 @@ def evaluate(
             found: dict[str, list[Measurements]] = {direction: [] for direction in DIRECTIONS}
             accumulated = {direction: GradientError() for direction in DIRECTIONS}
             numbers = _same_shape(pair)
-            learns = any(any(layers(channel.codec, ObservesWarmup)) for channel in ends[0].channels)
-            first = max(step, config.warmup_steps) + learns
-            for repeat in range(-learns, REPEATS):
+            first = max(step, config.warmup_steps)
+            for repeat in range(REPEATS):
                 for direction, own in zip(DIRECTIONS, pair):
                     sides = ends if direction == "forward" else ends[::-1]
                     tensors = own[numbers[repeat % len(numbers)]]
                     measured, pairs = _measure(sides, direction, tensors, clock, first + repeat)
-                    if repeat >= 0:
-                        found[direction].append(measured)
-                        if measured["error"]:
-                            accumulated[direction].add(*zip(*pairs))
+                    found[direction].append(measured)
+                    if measured["error"]:
+                        accumulated[direction].add(*zip(*pairs))
     except Exception:
         return dict.fromkeys(DIRECTIONS, UNKNOWN)
     return {direction: _summarize(rows, accumulated[direction]) for direction, rows in found.items()}

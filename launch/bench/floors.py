@@ -46,11 +46,10 @@ FLOORS: tuple[Floors, ...] = (  # codec, ratio to what, floors in fp32 and bf16 
     ({"name": "quantize", "bits": 4, "rounding": "stochastic"}, "nearest", (0.50, 0.50), (0.50, 0.50)),
     # 0.8 is the goal of dither. Least of two runs alone on an Intel Xeon (AVX-512), in fp32 and bf16, with
     # AVX-512 and then with AVX2: `quantize` with 4 bits 1.05 and 0.86, 0.97 and 1.03; with Hadamard 0.80 and
-    # 0.88, 0.87 and 0.91; `entropy` 0.86 and 0.88, 0.85 and 0.91; rows 0.83 and 0.89, 0.82 and 0.90; columns
-    # 0.85 and 0.82, 0.85 and 0.83. Alone on an AMD EPYC (family 25, model 17): `quantize` 0.86 and 0.75, 0.93
-    # and 0.83; with Hadamard 0.85 and 0.84, 0.91 and 0.89; `entropy` 0.85 and 0.89, 0.79 and 0.86; rows 0.83
-    # and 0.80, 0.79 and 0.79; columns 0.85 and 0.83, 0.83 and 0.85. Floors below the goal are below it on one
-    # of them. Beside other work `quantize` in fp32 came to 0.98, columns to 0.79 and, with AVX2, 0.75
+    # 0.88, 0.87 and 0.91; `entropy` 0.86 and 0.88, 0.85 and 0.91. Alone on an AMD EPYC (family 25, model 17):
+    # `quantize` 0.86 and 0.75, 0.93 and 0.83; with Hadamard 0.85 and 0.84, 0.91 and 0.89; `entropy` 0.85 and
+    # 0.89, 0.79 and 0.86. Floors below the goal are below it on one of them. Beside other work `quantize` in
+    # fp32 came to 0.98
     ({"name": "quantize", "bits": 4, "rounding": "dither"}, "nearest", (0.8, 0.7), (0.8, 0.8)),
     (
         {"name": "quantize", "bits": 4, "hadamard": True, "rounding": "dither"},
@@ -59,11 +58,7 @@ FLOORS: tuple[Floors, ...] = (  # codec, ratio to what, floors in fp32 and bf16 
         (0.8, 0.8),
     ),
     ({"name": "entropy", "rounding": "dither"}, "nearest", (0.8, 0.8), (0.75, 0.8)),
-    ({"name": "entropy", "contexts": "rows", "rounding": "dither"}, "nearest", (0.8, 0.75), (0.75, 0.75)),
-    ({"name": "entropy", "contexts": "columns", "rounding": "dither"}, "nearest", (0.8, 0.8), (0.8, 0.8)),
     ({"name": "entropy"}, "copy", (0.08, 0.025), (0.07, 0.02)),
-    ({"name": "entropy", "contexts": "rows"}, "copy", (0.06, 0.02), (0.05, 0.015)),
-    ({"name": "entropy", "contexts": "columns"}, "copy", (0.05, 0.015), (0.045, 0.012)),
     ({"name": "topk"}, "copy", (0.30, 0.12), (0.20, 0.07)),
     ({"name": "topk", "indices": "int32"}, "torch.topk", (4, 3.5), (4, 3.5)),
     ({"name": "topk", "indices": "reuse"}, "copy", (0.20, 0.10), (0.20, 0.10)),

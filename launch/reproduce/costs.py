@@ -20,8 +20,10 @@ REPLICA_NAMES = {
     "replicas3-dither": "3 bits, dither, entropy coder",
     "replicas-rank8-ef": "`lowrank`, rank 8, `ef`",
     "replicas8-4-ef-accordion": "8 or 4 bits by `accordion`, `ef`",
-    "replicas4-ef+basis4/dither3": "4 bits, `ef`; stages as `safe`",
-    "replicas4-dither+basis4/dither3": "4 bits, dither; stages as `safe`",
+    "replicas4-ef+entropy4/dither3": "4 bits, `ef`; stages as `safe`",
+    "replicas4-dither+entropy4/dither3": "4 bits, dither; stages as `safe`",
+    "replicas4-ef+basis4/dither3": "4 bits, `ef`; stages as `safe` of release 0.3",
+    "replicas4-dither+basis4/dither3": "4 bits, dither; stages as `safe` of release 0.3",
 }
 """Names of settings in the table of gradients between replicas."""
 
@@ -112,7 +114,7 @@ def replicas_table(rows: Sequence[Row]) -> str:
     found = {(row["task"], row["setting"], row["seed"]): row for row in rows}
     tasks = [task for task in PRESETS["replicas"] if any(key[0] == task for key in found)]
     lines = []
-    for setting in ("none", *REPLICAS):
+    for setting in dict.fromkeys(["none", *REPLICAS, *REPLICA_NAMES]):
         own = [row for row in rows if row["setting"] == setting]
         if not own:
             continue

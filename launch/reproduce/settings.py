@@ -37,22 +37,6 @@ def entropy(bits: float, **options: Any) -> Block:
     return {"name": "entropy", "bits": bits, **options}
 
 
-def contexts(forward: float, backward: float, **others: Any) -> Block:
-    """Entropy coding with tables by columns forward and by rows backward."""
-    return block(entropy(forward, contexts="columns"), entropy(backward, contexts="rows"), **others)
-
-
-def learned(forward: float, backward: float, **others: Any) -> Block:
-    """Entropy coding in an eigenbasis forward, and with tables for rows back. The rows of a step are many
-    times as many as a basis has directions, so the warm-up is short."""
-    return block(basis(forward), entropy(backward, contexts="rows"), warmup_steps=1, **others)
-
-
-def basis(bits: float, refresh: int = 50, **options: Any) -> Block:
-    """Entropy coding in an eigenbasis, for activations."""
-    return entropy(bits, rotate="learned", refresh_steps=refresh, **options)
-
-
 def topk(percent: float, **options: Any) -> Block:
     return {"name": "topk", "density": percent / 100, **options}
 
@@ -110,13 +94,6 @@ BEYOND: dict[str, Block] = {
                     (4, 3))},
     **{f"entropy{f:g}/{b:g}-loco": block(entropy(f), entropy(b), "none", "loco")
        for f, b in ((2, 2), (2.5, 2.5), (3, 2), (2.5, 1.5), (3, 1))},
-    **{f"entropy{f:g}/{b:g}-contexts": contexts(f, b)
-       for f, b in ((2, 2), (2.5, 1.5), (2.5, 2.5), (1.5, 1.5), (2, 3), (3, 2))},
-    **{f"entropy{f:g}/{b:g}-contexts-loco": contexts(f, b, back="loco") for f, b in ((2, 2), (2.5, 1.5))},
-    **{f"entropy{f:g}/{b:g}-learned": learned(f, b) for f, b in ((2, 2), (1.75, 1.75), (1.5, 2), (2.5, 2.5))},
-    **{f"entropy{f:g}/{b:g}-learned-loco": learned(f, b, back="loco")
-       for f, b in ((2, 2), (1.75, 1.75), (1.5, 1.5), (1.25, 1.75), (1, 1))},
-    "entropy1.5/2-aqsgd4-loco": aqsgd(entropy(1.5), entropy(2, contexts="rows"), FIRST, "loco"),
     "group2/2-hadamard-loco": block(group(2, hadamard=True), None, "none", "loco"),
     "entropy1.5/2-aqsgd": aqsgd(entropy(1.5), entropy(2)),
     "group2/2-hadamard": block(group(2, hadamard=True)),
@@ -165,10 +142,7 @@ CHANGING: dict[str, Block] = {
 
 FORWARD = {
     "group4": group(4, hadamard=True),
-    "columns3": entropy(3, contexts="columns"),
-    **{f"basis{bits:g}": basis(bits, 16) for bits in (4, 3.5, 3, 2.75, 2.5, 2.25, 2)},
-    "basis2.5-refresh8": basis(2.5, 8),
-    **{f"basis{bits:g}-dither": basis(bits, 16, rounding="dither") for bits in (4, 3, 2.5, 2, 1.5)},
+    **{f"entropy{bits:g}": entropy(bits) for bits in (4, 3.3, 2.5)},
 }
 """Codecs of activations."""
 
@@ -176,8 +150,6 @@ BACKWARD = {
     "group4": group(4, hadamard=True),
     **{f"stochastic{bits}": group(bits, hadamard=True, rounding="stochastic") for bits in (3, 2)},
     **{f"dither{bits:g}": entropy(bits, rounding="dither") for bits in (4, 3, 2.5, 2, 1.75, 1.5, 1.25, 1)},
-    **{f"basis{bits:g}-dither": basis(bits, 16, rounding="dither") for bits in (2, 1.5, 1)},
-    **{f"dither{bits:g}-rows": entropy(bits, rounding="dither", contexts="rows") for bits in (2, 1.5)},
 }
 """Codecs of gradients."""
 
@@ -188,33 +160,16 @@ ONE_DIRECTION: dict[str, Block] = {
 BOTH_DIRECTIONS: dict[str, Block] = {
     f"{forward}/{backward}": block(FORWARD[forward], BACKWARD[backward])
     for forward, backward in (
-        ("basis4", "dither3"),
-        ("basis3.5", "dither2.5"),
-        ("basis4", "dither2"),
-        ("basis3", "dither2"),
-        ("basis2.5", "dither1.5"),
-        ("basis2", "dither2"),
-        ("basis2.25", "dither1.75"),
-        ("basis2.5", "dither1.5-rows"),
-        ("basis2.75", "dither1.25"),
-        ("basis3", "dither1"),
-        ("basis2.5-refresh8", "dither1.5"),
-        ("basis2.5", "basis1.5-dither"),
-        ("basis3", "basis1-dither"),
-        ("basis3-dither", "dither2"),
-        ("basis2.5-dither", "dither1.5"),
-        ("columns3", "stochastic2"),
+        ("entropy4", "dither3"),
+        ("entropy3.3", "dither2"),
+        ("entropy2.5", "dither1.5"),
     )
 }
-ROWS = entropy(2, contexts="rows")
 GRADIENTS: dict[str, Block] = {
     # activations uncompressed
     "none/group3": block("none", group(3, hadamard=True)),
     "none/stochastic1": block("none", group(1, hadamard=True, rounding="stochastic")),
     **{f"none/entropy{bits}": block("none", entropy(bits)) for bits in (4, 3, 2)},
-    "none/rows2": block("none", ROWS),
-    "none/basis2": block("none", basis(2), warmup_steps=10),
-    "none/rows2-loco": block("none", ROWS, back="loco"),
     "none/group4-ef21": block("none", group(4, hadamard=True), back="ef21"),
     "none/topk10": block("none", topk(10)),
     "none/topk30": block("none", topk(30)),
@@ -251,14 +206,14 @@ REPLICAS: dict[str, Block] = {
     "replicas8-4-ef-accordion": {
         "replicas": {"codec": group(8), "feedback": "ef", "policy": ACCORDION_BETWEEN_REPLICAS}
     },
-    "replicas4-ef+basis4/dither3": between_replicas(group(4), "ef", **BOTH_DIRECTIONS["basis4/dither3"]),
-    "replicas4-dither+basis4/dither3": between_replicas(
-        group(4, rounding="dither"), **BOTH_DIRECTIONS["basis4/dither3"]
+    "replicas4-ef+entropy4/dither3": between_replicas(group(4), "ef", **BOTH_DIRECTIONS["entropy4/dither3"]),
+    "replicas4-dither+entropy4/dither3": between_replicas(
+        group(4, rounding="dither"), **BOTH_DIRECTIONS["entropy4/dither3"]
     ),
 }
 """Settings of gradients between replicas; the last ones also compress messages between stages."""
 
-OLDER = ("group4/4-hadamard", "group3/3-hadamard", "entropy2.5/2.5", "entropy1.75/1.75-learned-loco")
+OLDER = ("group4/4-hadamard", "group3/3-hadamard", "entropy2.5/2.5")
 """What recipes were before they were judged on several models."""
 
 COMPARED = (*NONE, *BOTH_DIRECTIONS, *ONE_DIRECTION, *RECIPES, *OLDER, "bf16", *CANDIDATES)
@@ -269,7 +224,7 @@ JUDGED = (
     "none/group4",
     *GRADIENTS,
     *(f"none/{name}" for name in ("stochastic3", "stochastic2", "dither4", "dither2", "dither1")),
-    *("group4/4-hadamard", "group3/3-hadamard", "entropy2.5/2.5", "columns3/stochastic2"),
+    *OLDER,
 )
 """Those of which some hurt, which the guard is judged by."""
 

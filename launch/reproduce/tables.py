@@ -63,11 +63,12 @@ class Setting(NamedTuple):
 
 
 def grouped(rows: Iterable[Row], preset: str) -> dict[tuple[str, str], Setting]:
-    """Group the rows of a preset by task and setting, in the order of `SETTINGS`."""
+    """Group the rows of a preset by task and setting, in the order of `SETTINGS`; then those of settings that
+    a release before had."""
     found: dict[tuple[str, str], Setting] = {}
     own = [row for row in rows if row["preset"] == preset]
     for task, settings in SETTINGS.items():
-        for name in settings:
+        for name in dict.fromkeys([*settings, *(row["setting"] for row in own if row["task"] == task)]):
             mine = [row for row in own if (row["task"], row["setting"]) == (task, name)]
             if mine:
                 found[task, name] = Setting(task, name, sorted(mine, key=lambda row: row["seed"]))

@@ -18,7 +18,7 @@ from tests.config.test_generated_blocks import VALUES, models, put
 CHECKED_TOGETHER = {
     "delay",
     *("hadamard", "values", "offload"),
-    *("rotate", "refresh_steps", "contexts", "memory_gb"),
+    "memory_gb",
 }
 """Options whose right values depend on others, which a JSON Schema does not say."""
 

@@ -11,11 +11,9 @@ import ds_compress.codecs  # noqa: F401 - registers
 from ds_compress import testing
 from ds_compress.codec import CODECS, Context, TensorSpec, build, names
 from ds_compress.codecs import bounds
-from ds_compress.codecs.mixins import ObservesWarmup
-from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.testing import CodecPair, relative_error
-from tests.support.codecs import observed, send
+from tests.support.codecs import send
 from tests.support.messages import any_shape
 
 OPTIONS = {
@@ -99,8 +97,7 @@ def test_a_name_stands_for_defaults_and_examples():
 
 FITTED = {
     "lowrank": {"rank": st.integers(1, 20), "dtype": st.sampled_from(["bf16", "fp32"])},
-    "entropy": {"bits": st.floats(0.1, 6), "rotate": st.just("learned")},
-    "entropy in contexts": {"bits": st.floats(0.1, 6), "contexts": st.sampled_from(["rows", "columns"])},
+    "entropy": {"bits": st.floats(0.1, 6)},
 }
 """Options of codecs that adapt to a message, by codec."""
 
@@ -110,36 +107,15 @@ FITTED = {
 @given(x=any_shape(longest=20), data=st.data())
 def test_of_any_shape_no_more_is_lost_than_by_sending_zeros(name, x, data):
     options = data.draw(st.fixed_dictionaries(FITTED[name]))
-    codec = build({"name": name.split()[0], **options})
-    out = send(codec, x, *observed(codec, *[x] * isinstance(codec, ObservesWarmup))).double()
+    out = send(build({"name": name, **options}), x, Context(), Context()).double()
     assert (out - x).norm() <= 1.01 * x.double().norm() + 1e-6
 
 
-@pytest.mark.parametrize("choice", ["lowrank", {"name": "entropy", "rotate": "learned"}], ids=str)
-def test_keeps_no_graph(choice):
+def test_keeps_no_graph():
     """A stage sends its output with the graph that made it."""
-    codec, x = build(choice), torch.randn(64, 16, requires_grad=True)
-    sender, _ = observed(codec, *[x] * isinstance(codec, ObservesWarmup))
+    codec, x, sender = build("lowrank"), torch.randn(64, 16, requires_grad=True), Context()
     assert not any(value.requires_grad for value in (*codec.encode(x, sender), *sender.memory.values()))
     assert sender.memory
-
-
-def test_a_learned_basis_needs_a_warm_up():
-    choice = {"name": "entropy", "bits": 2, "rotate": "learned"}
-    codec = build(choice)
-    with pytest.raises(CompressionError) as error:
-        codec.encode(torch.randn(4, 8), Context(boundary=3))
-    assert str(error.value) == (
-        "codec 'entropy' at boundary 3: no message of 8 columns was observed before the first "
-        "compressed one; it needs warmup_steps >= 1"
-    )
-    with pytest.raises(CompressionError, match="warmup_steps"):
-        Config({"forward": {"codec": choice}})
-    Config({"forward": {"codec": choice}, "warmup_steps": 1})
-    assert not codec.refuses(TensorSpec((4, 2**14), torch.float32))
-    assert codec.refuses(TensorSpec((4, 2**14 + 1), torch.float32)) == (
-        'its rows have 16,385 values, allowed with "rotate": 16,384'
-    )
 
 
 SIZES = "allowed: 8, 16, ..., 1048576, 'tensor'"
@@ -157,21 +133,24 @@ REFUSED = {
         ({"bits": 1, "scheme": "symmetric"}, "codec.scheme: 'symmetric' of 1 bit was removed; use 2 bits"),
         ({"group_size": "channel"}, "codec.group_size: 'channel' is not allowed; allowed: 8, 16, ..., "),
         ({"axis": 1}, "codec.axis: unknown key (removed: groups are runs of the values as they lie in"),
-        ({"rotate": "learned"}, "codec.rotate: unknown key (removed: codec 'entropy' has it, and loses less"),
+        ({"rotate": "learned"}, "codec.rotate: unknown key (removed: a product with a basis takes"),
     ],
     "entropy": [
         ({"bits": 0.05}, "codec.bits: 0.05 is not allowed: should be greater than or equal to 0.1"),
         ({"bits": 6.5}, "codec.bits: 6.5 is not allowed: should be less than or equal to 6"),
         ({"bits": "2"}, "codec.bits: '2' is not allowed: should be a valid number"),
-        ({"refresh_steps": 100}, "codec.refresh_steps: 100 is not allowed without a basis; allowed: 0, or"),
-        ({"contexts": "rows", "rotate": "learned"}, "codec.contexts: 'rows' is not allowed where"),
+        ({"rotate": "learned"}, "codec.rotate: unknown key (removed: a product with a basis takes"),
+        ({"refresh_steps": 16}, "codec.refresh_steps: unknown key (removed: there is no basis to refresh"),
+        (
+            {"contexts": "rows"},
+            "codec.contexts: unknown key (removed: one table serves; 0.2 bits",
+        ),
     ],
     "topk": [
         ({"density": 0}, "codec.density: 0 is not allowed"),
         ({"density": 1.5}, "codec.density: 1.5 is not allowed"),
         ({"values": "bf61"}, "did you mean 'bf16'"),
         ({"values": "topk"}, "'topk' cannot carry the kept values"),
-        ({"values": {"name": "entropy", "rotate": "learned"}}, "'entropy' cannot carry the kept values"),
         ({"indices": "int23"}, "did you mean 'int32'"),
         ({"select": "exact"}, "select: unknown key (removed: entries are always selected exactly; leave it"),
     ],

@@ -7,15 +7,13 @@ import torch
 
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.kernels.entropy import cpu
-from ds_compress.kernels.entropy.format import LARGEST_Q, RUN, SortedBlocks, frame_of
+from ds_compress.kernels.entropy.format import LARGEST_Q, frame_of
 from ds_compress.kernels.entropy.reference import decode_entropy, encode_entropy
 from tests.support.codecs import Pair, assert_same_bits
 from tests.support.kernels import EACH_TARGET, compiled_for, remembered
 
 CODECS = [
     {"name": "entropy", "bits": 2},
-    {"name": "entropy", "bits": 2, "contexts": "rows"},
-    {"name": "entropy", "bits": 2, "contexts": "columns"},
     {"name": "quantize", "bits": 2, "hadamard": True},
     {"name": "quantize", "bits": 3, "scheme": "symmetric", "group_size": 64},
 ]
@@ -90,7 +88,7 @@ def test_numbers_that_no_sender_writes_are_refused(place):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("setting", [CODECS[0], CODECS[3], CODECS[4]], ids=str)
+@pytest.mark.parametrize("setting", CODECS, ids=str)
 def test_values_at_the_end_of_the_range_stay_finite(setting, dtype):
     """They may be decoded to half a step more than the largest value, which the dtype does not have."""
     x = torch.full((16, 256), torch.finfo(dtype).max / 32, dtype=dtype)
@@ -121,7 +119,7 @@ def test_packets_are_within_3_percent_of_an_ideal_code(bits):
 
 
 @pytest.mark.parametrize("feedback", ["ef", "ef21", "loco"])
-@pytest.mark.parametrize("setting", [CODECS[1], CODECS[3]], ids=str)
+@pytest.mark.parametrize("setting", CODECS[:2], ids=str)
 def test_both_sides_of_a_feedback_agree(setting, feedback):
     """Receivers draw what senders drew, wherever a feedback encodes and decodes."""
     pair = Pair({**setting, "rounding": "dither"}, feedback)
@@ -137,7 +135,7 @@ def test_both_sides_of_a_feedback_agree(setting, feedback):
 @pytest.mark.extended(keep=1)
 def test_backends_give_the_same_bits(target, bits, monkeypatch):
     """The words, what they decode to, and which damaged ones are refused; also where a step comes from a
-    sample, where values are so few that it misleads, and in all orders."""
+    sample, where values are so few that it misleads."""
     monkeypatch.setattr("ds_compress.kernels.entropy.format.SAMPLED_NUMEL", 20_000)
     with compiled_for(target):
         compare_backends(bits)
@@ -149,13 +147,13 @@ encode, decode = map(remembered, (encode_entropy, decode_entropy))
 
 def compare_backends(bits):
     generator = torch.Generator().manual_seed(3)
-    for n, cuts in ((1, ()), (33, ()), (5001, (128, 1000)), (70_001, (4096, 20_000))):
+    for n in (1, 33, 5001, 70_001):
         x = torch.randn(n, generator=generator)
         few = torch.where(torch.arange(n) % 1111 < 9, x, 0)
         wide = torch.empty(n).cauchy_(generator=generator)
         kinds = x, x.bfloat16(), wide, few, x.half(), x.sign() * 0.3, x * 1e-40, 0 * x
         for values in kinds if n < 70_000 else kinds[:4]:
-            frame = frame_of(n, bits, cuts, dithered=True)
+            frame = frame_of(n, bits, dithered=True)
             words = encode(values, frame, 99)
             assert torch.equal(cpu.encode_entropy(values, frame, 99), words)
             damaged = words.clone()
@@ -163,15 +161,6 @@ def compare_backends(bits):
             for code in (words, damaged):
                 ours = cpu.decode_entropy(code, frame, values.dtype, 99)
                 assert_same_bits(ours, decode(code, frame, values.dtype, 99))
-    for units in (SortedBlocks(400, RUN, False), SortedBlocks(300, 41, True), SortedBlocks(97, 260, True)):
-        n = units.count * units.size + (0 if units.columns else 17)
-        x = torch.randn(n, generator=generator) * torch.exp2(2 * torch.randn(n, generator=generator))
-        frame = frame_of(n, bits, dithered=True, units=units)
-        for values in (x, x.bfloat16()):
-            words = encode(values, frame, 99)
-            assert torch.equal(cpu.encode_entropy(values, frame, 99), words)
-            ours = cpu.decode_entropy(words, frame, values.dtype, 99)
-            assert_same_bits(ours, decode(words, frame, values.dtype, 99))
 
 
 def test_zeros_arrive_as_zeros():

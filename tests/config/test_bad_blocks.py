@@ -27,7 +27,6 @@ def block_with(path: str, value: object) -> object:
     return value
 
 
-LEARNED = {"name": "entropy", "rotate": "learned"}
 ACCORDION = {"name": "accordion", "backward": {"bits": [8, 4]}}
 BAD = [
     ("foward", {}, ": unknown key", "did you mean 'forward'"),
@@ -112,7 +111,6 @@ BAD = [
     ("recipe", "topk_10", ": 'topk_10' is not a recipe (did you mean 'topk10'?)", "topk10"),
     ("recipe", "autos", ": 'autos' is not a recipe (did you mean 'auto'?)", ""),
     # replicas
-    ("replicas", {"codec": LEARNED}, ".codec: entropy(rotate=learned) is not allowed between replicas", ""),
     ("replicas", {"codec": "lowrank", "every": 30}, ".codec: lowrank is not allowed", ""),
     (
         "replicas",
@@ -126,12 +124,6 @@ BAD = [
     ("replicas", {"codec": "quantize", "feedback": "ef21"}, ".feedback: 'ef21' is not allowed", ""),
     ("replicas", {"codec": "quantize", "feedback": "aqsgd"}, ".feedback: 'aqsgd' is not allowed", ""),
     ("replicas", {"codec": "quantize", "every": 0}, ".every: 0 is not allowed", ""),
-    (
-        "replicas",
-        {"codec": LEARNED, "every": 30},
-        ".codec: entropy(rotate=learned) is not allowed between",
-        "",
-    ),
     ("replicas", {"every": 30, "parameters": 4}, ".parameters: 4 is not allowed with every above 1", ""),
     ("replicas", {"outer": {}, "warmup_steps": 9}, ".warmup_steps: 9 is not allowed with every above 1", ""),
     ("replicas.outer", {"momentum": 1.0}, ".momentum: 1.0 is not allowed", ""),
@@ -218,7 +210,6 @@ BAD_BLOCKS = [
         "want different sample ids",
     ),
     ({"warmup_epochs": 1, "warmup_steps": 5}, ".warmup_epochs: 1 came", "use one"),
-    ({"forward": {"codec": LEARNED}}, ".warmup_steps: 0", "'entropy'"),
     ({"seed": 1, "eval": "x", "min_numel": "y"}, ".eval: 'x'", "(and 1 more)"),
     (
         {"link": {"memory_gb": 2.0}},

@@ -112,12 +112,6 @@ def test_what_cannot_be_is_refused(policy, line):
     assert str(caught.value).startswith(line)
 
 
-def test_what_learns_has_no_ladder():
-    learned = {"codec": {"name": "entropy", "rotate": "learned"}}
-    with pytest.raises(CompressionError, match="policy.forward: codec 'entropy' learns"):
-        Config({"forward": learned, "warmup_steps": 2, "policy": {**END, "forward": {"bits": [4, 2]}}})
-
-
 def test_ladders_are_of_the_codec_that_a_boundary_has():
     own = {
         "1": {"forward": {"codec": {"name": "quantize", "bits": 5, "group_size": 64}}},

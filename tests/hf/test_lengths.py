@@ -22,7 +22,7 @@ from tests.support.finetuning import DS_CONFIG, losses, prepare, tokenizer
 from tests.support.ranks import run_ranks
 
 LENGTHS, STEPS = [8, 16, 32], 8
-LEARNED = {"codec": {"name": "entropy", "bits": 4, "rotate": "learned", "refresh_steps": 2}}
+STATEFUL = {"codec": {"name": "lowrank", "rank": 8}}
 SGD = {"type": "SGD", "params": {"lr": 0.5}}  # Adam would make the last bits of small gradients large
 KEPT = {"codec": {"name": "quantize", "bits": 4}, "feedback": {"name": "ef", "on_new_shape": "keep"}}
 
@@ -140,7 +140,7 @@ def test_two_stages_train_as_one_process_with_fewer_bytes(tmp_path):
 
 
 def test_a_stopped_run_goes_on_as_if_nothing_had_been(tmp_path):
-    block = {"forward": LEARNED, "backward": KEPT, "min_numel": 1, "eval": "both", "guard": {"every": 2}}
+    block = {"forward": STATEFUL, "backward": KEPT, "min_numel": 1, "eval": "both", "guard": {"every": 2}}
     config = {**DS_CONFIG, "ds_compress": block}
     whole, parts = (prepare_lengths(tmp_path / name, ds_config=config) for name in ("whole", "parts"))
     expected = run_ranks(2, run, whole)

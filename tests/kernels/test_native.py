@@ -107,12 +107,8 @@ CODECS = [
     {"name": "quantize", "bits": 2, "hadamard": True},
     {"name": "quantize", "rounding": "stochastic"},
     {"name": "quantize", "rounding": "dither", "bits": 2, "hadamard": True},
-    *(
-        {"name": "entropy", "rounding": "dither", "contexts": contexts}
-        for contexts in ("none", "rows", "columns")
-    ),
+    {"name": "entropy", "rounding": "dither"},
     *({"name": "entropy", "bits": bits} for bits in (2.5, 6)),
-    *({"name": "entropy", "contexts": contexts} for contexts in ("rows", "columns")),
 ]
 
 

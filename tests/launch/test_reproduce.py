@@ -167,16 +167,13 @@ def test_absent_data_is_one_line(name, tmp_path, data):
 
 
 def test_a_run_that_fails_stops_no_other(data, tmp_path, monkeypatch, capsys):
-    """Its codec refuses the messages of this task."""
-    monkeypatch.setitem(
-        SETTINGS["vision"], "none", {"forward": {"codec": {"name": "entropy", "rotate": "learned"}}}
-    )
+    """Its codec has an option that is refused."""
+    monkeypatch.setitem(SETTINGS["vision"], "none", {"forward": {"codec": {"name": "lowrank", "rank": 0}}})
     with pytest.raises(SystemExit, match="reproduce: 1 of 2 runs failed"):
         grid(data, tmp_path, "--only", "vision/none", "language/none", "--seed", "0")
     assert set(rows_of(tmp_path)) == {("language/none", 0)}
-    assert (
-        "vision/none seed 0: failed: CompressionError: ds_compress.warmup_steps: 0" in capsys.readouterr().out
-    )
+    line = "vision/none seed 0: failed: CompressionError: ds_compress.forward.codec.rank: 0 is not allowed"
+    assert line in capsys.readouterr().out
 
 
 def test_a_name_that_is_no_setting(capsys):

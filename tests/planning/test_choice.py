@@ -256,22 +256,6 @@ def test_what_loses_all_tokens_but_the_sink_is_in_no_class():
         assert not any(recipe.is_within(limits) for recipe in made), quality
 
 
-def correlated(number):
-    """Rows of few strong directions, none of them a column, as hidden states are."""
-    mix, _ = torch.linalg.qr(torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(9)))
-    (x,) = drawn(number, (4 * ROWS, WIDTH))
-    return [x / torch.arange(1, WIDTH + 1) @ mix.T]
-
-
-def test_a_codec_that_learns_is_measured_after_it_has_learned():
-    """Its first message is in no basis yet: `auto` took the recipe "safe" for worse than it is."""
-    errors, messages = {}, {number: correlated(number) for number in range(REPEATS)}
-    for options in ({}, {"rotate": "learned", "refresh_steps": 16}):
-        codec = {"name": "entropy", "bits": 3, **options}
-        errors[bool(options)] = evaluated({"forward": {"codec": codec}}, messages)[1]["forward"]["error"]
-    assert errors[True] < errors[False] / 2
-
-
 def test_messages_of_another_shape_are_left_out():
     other = {"1": {"shape": (ROWS // 2, WIDTH)}}
     assert error("loco", range(3), **other) == error("loco", [0, 2])

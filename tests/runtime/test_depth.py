@@ -42,7 +42,7 @@ WITH_STATE = at_depths(
         "stochastic": alike({"name": "quantize", "bits": 2, "rounding": "stochastic"}),
         "aqsgd": {"forward": {"codec": "quantize", "feedback": {"name": "aqsgd", "ids": "hash"}}},
         "lowrank": alike({"name": "lowrank", "rank": 4}),
-        "entropy": alike({"name": "entropy", "rotate": "learned", "refresh_steps": 1}, warmup_steps=1),
+        "entropy": alike({"name": "entropy", "rounding": "dither"}, warmup_steps=1),
         "lossless": alike("lossless"),
     },
     1,

@@ -91,7 +91,7 @@ SETTINGS = {
     "stochastic": ({"codec": {"name": "quantize", "bits": 3, "rounding": "stochastic"}}, FINE),
     "feedback back": (FINE, {**COARSE, "feedback": "ef"}),
     "mirrored back": (FINE, {**FINE, "feedback": "ef21"}),
-    "learned": ({"codec": {"name": "entropy", "rotate": "learned", "refresh_steps": 2}}, FINE),
+    "state": ({"codec": {"name": "lowrank", "rank": 2}}, FINE),
 }
 
 

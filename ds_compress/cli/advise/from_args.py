@@ -2,7 +2,6 @@
 
 import argparse
 import math
-from dataclasses import replace
 
 import torch
 
@@ -10,9 +9,8 @@ from ds_compress.cli.arguments import DTYPES
 from ds_compress.cli.bench import benchmark_tensor, contexts, seconds_per_call, size_and_error
 from ds_compress.cli.check import UNCOMPRESSED, message_sizes
 from ds_compress.codec import Codec, TensorSpec
-from ds_compress.codecs.entropy import EigenbasisEntropy
 from ds_compress.codecs.message_error import MessageError
-from ds_compress.codecs.mixins import VariableSizePayload, layers
+from ds_compress.codecs.mixins import VariableSizePayload
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.errors import CompressionError
 from ds_compress.feedback import FeedbackCodec
@@ -22,8 +20,6 @@ from ds_compress.planning.step_time import MessageCost
 
 ERROR_NUMEL = 1 << 20
 """Sizes and errors are measured on at most so many values of a message."""
-FITTED_WIDTH = 1024
-"""Codecs that fit a basis are measured on rows of at most this width: fitting takes its cube."""
 
 
 class ArgsEvaluator:
@@ -87,21 +83,10 @@ class ArgsEvaluator:
 
 
 def codec_seconds(codec: Codec, spec: TensorSpec, device: str) -> tuple[float, float]:
-    """Measure the seconds to encode and to decode a tensor of `spec`, once per process.
-
-    A product with a basis costs each value a constant, and a share that grows with the width of its row. For
-    rows too wide to fit a basis, the time is extrapolated linearly from two narrower widths.
-    """
+    """Measure the seconds to encode and to decode a tensor of `spec`, once per process."""
     key = str(codec.settings), spec, device
     if key not in _speeds:
-        fitted = _limit_width(codec, spec)
-        encode, decode = _measure(codec, fitted, device)
-        if fitted != spec:
-            half = _measure(codec, _with_width(FITTED_WIDTH // 2, spec), device)
-            beyond = (spec.shape[-1] - FITTED_WIDTH) / (FITTED_WIDTH // 2)
-            encode += max(0.0, encode - half[0]) * beyond
-            decode += max(0.0, decode - half[1]) * beyond
-        _speeds[key] = encode, decode
+        _speeds[key] = _measure(codec, spec, device)
     return _speeds[key]
 
 
@@ -127,22 +112,13 @@ def _bits_and_error(
         codec = codec.codec
     key = str(codec.settings), spec, direction
     if key not in _errors:
-        *sizes, width = _limit_width(codec, spec).shape
+        *sizes, width = spec.shape
         rows = max(1, min(math.prod(sizes), ERROR_NUMEL // width))
         shape = rows, width
         x = benchmark_tensor(shape, spec.dtype, device, has_sink=direction == "forward")
         before = benchmark_tensor(shape, spec.dtype, device, seed=1)
         _errors[key] = size_and_error(codec, x, before)
     return _errors[key]
-
-
-def _limit_width(codec: Codec, spec: TensorSpec) -> TensorSpec:
-    fits = any(layers(codec, EigenbasisEntropy))
-    return _with_width(FITTED_WIDTH, spec) if fits and spec.shape[-1] > FITTED_WIDTH else spec
-
-
-def _with_width(width: int, spec: TensorSpec) -> TensorSpec:
-    return replace(spec, shape=(spec.numel // width, width))
 
 
 _speeds: dict[tuple[str, TensorSpec, str], tuple[float, float]] = {}

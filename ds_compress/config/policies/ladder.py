@@ -4,7 +4,6 @@ import itertools
 from typing import Any
 
 from ds_compress.codec import CODECS, TYPICAL, Codec, TensorSpec
-from ds_compress.codecs.mixins import ObservesWarmup
 from ds_compress.config.block import DIRECTIONS, KEY
 from ds_compress.config.policies.base import LadderOptions, Policy, format_rung
 from ds_compress.config.replicas import ReplicasOptions, build_replica_codec
@@ -56,12 +55,6 @@ def check(config: Any) -> None:
             _refuse_unknown(name, rungs[0], f"{path}.{direction}", f"{KEY}.{direction}")
         for ladder in (found[direction] for found in every.values() if direction in found):
             codecs = [CODECS.build(codec, f"{path}.{direction}") for codec in ladder]
-            for codec in codecs:
-                if isinstance(codec, ObservesWarmup):
-                    raise CompressionError(
-                        f"{path}.{direction}: codec {codec.name!r} learns, and would begin anew at every "
-                        "change; allowed: codecs without a basis of their own"
-                    )
             _check_order(codecs, rungs, f"{path}.{direction}")
     for pair in itertools.product(*(range(max(1, len(options.rungs(d)))) for d in DIRECTIONS)):
         _check_together(config, every, dict(zip(DIRECTIONS, pair)), path)

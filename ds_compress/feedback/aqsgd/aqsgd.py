@@ -53,8 +53,7 @@ class AQSGD(Feedback):
         """How buffers are kept."""
         max_gb: float | None = Field(default=None, gt=0, le=1e6)
         """GB (10^9 bytes) that the buffers of a boundary may take on each side, for each tensor of its
-        messages. At the limit, new samples get no buffer, until an old sample has been absent for twice as
-        long as any before it; both sides then drop its buffer. null: no limit."""
+        messages. A sample that needs more ends the run with one line. null: no limit."""
         offload: Offload = Offload()
         """Where buffers are kept, in the words of DeepSpeed's own offloading."""
         on_new_shape: Literal["reset", "keep"] = "reset"

@@ -6,7 +6,7 @@
       int64 [samples]: ids, see ds_compress.feedback.aqsgd.sample_ids
 
 Sender and receiver hold m for every sample: samples x elements x 2 bytes (bf16) on each side of each
-boundary, or `max_gb`.
+boundary.
 """
 
 import logging
@@ -19,7 +19,7 @@ from torch import Tensor
 from ds_compress.codec import Codec, Context, Layout, Parts, TensorSpec
 from ds_compress.codecs.mixins import ManagesStorage, ObservesWarmup, Stateful, VariableSizePayload
 from ds_compress.errors import CompressionError
-from ds_compress.feedback.aqsgd.first_visits import FirstVisits, first_codec, to_bytes
+from ds_compress.feedback.aqsgd.first_visits import FirstVisits, first_codec
 from ds_compress.feedback.aqsgd.sample_buffers import SampleBuffers
 from ds_compress.feedback.aqsgd.sample_ids import SampleIds
 from ds_compress.feedback.base import Feedback, FeedbackCodec, encode_and_decode
@@ -42,19 +42,17 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
         self.first_visits = FirstVisits(codec, first_codec(options.first_visit))
         self._warned = False
         self._no_hits: dict[tuple[int, int], int] = {}  # messages without a known sample
-        most = None if options.max_gb is None else int(options.max_gb * 1e9)
-        self.buffers = SampleBuffers(options.offload.device, DTYPES[options.dtype], most)
+        self.buffers = SampleBuffers(options.offload.device, DTYPES[options.dtype], options.max_gb)
 
     def layout(self, spec: TensorSpec) -> Layout:
         samples = self.sample_ids.count([spec])
         return self.codec.layout(spec) + (((samples,), torch.uint8),)
 
     def extra_payload(self, parts: tuple[Tensor, ...], spec: TensorSpec) -> Layout:
-        return self.first_visits.extra_payload(spec, self._rows_spec(spec), parts[-1].tolist().count(0))
+        return self.first_visits.extra_payload(self._rows_spec(spec, parts[-1].tolist().count(0)))
 
     def largest_extra_payload(self, spec: TensorSpec) -> Layout:
-        rows = self._rows_spec(spec)
-        return self.first_visits.extra_payload(spec, rows, rows.shape[0])
+        return self.first_visits.extra_payload(self._rows_spec(spec))
 
     def refuses(self, spec: TensorSpec) -> str:
         return self.codec.refuses(spec) or self.first_visits.refuses(self._rows_spec(spec))
@@ -78,30 +76,21 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
         self._note_hits(keys, seen, spec, ctx)
         by_sample = self._by_sample(x)
         unseen = [i for i, known in enumerate(seen) if not known]
-        if unseen and self.first_visits.all_at_once(spec, self._rows_spec(spec), len(unseen)):
-            payload, new = self.first_visits.encode(by_sample, ctx)
-            self._store_first_visits(new, keys, ctx)
-            packed, left = self.first_visits.split_bytes(payload, spec)
-            return (*packed, x.new_zeros(len(keys), dtype=torch.uint8), *left)
-        rest: tuple[Tensor, ...] = ()
+        extra: Parts = ()
         start = None
         if unseen and not self.first_visits.are_changes:
-            start = by_sample[unseen]
-            rest = (start,)
-            if not self.first_visits.dense:
-                payload, start = self.first_visits.encode(start, ctx)
-                rest = (payload,)
+            extra, start = self.first_visits.encode(by_sample[unseen], ctx)
         old = self._buffers(keys, seen, start, spec, ctx)
         change = by_sample.to(old.dtype) - old
         change = narrow(self._by_message(change), x)
         parts, sent = encode_and_decode(self.codec, change, ctx, out and out[:-1])
         self._advance(old, sent, keys, seen, ctx)
-        return (*parts, torch.tensor(seen, dtype=torch.uint8, device=x.device), *rest)
+        return (*parts, torch.tensor(seen, dtype=torch.uint8, device=x.device), *extra)
 
     def decode_training(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         keys = self._keys(spec, ctx)
         split = len(self.layout(spec)) - 1
-        parts, flags, rest = parts[:split], parts[split], parts[split + 1 :]
+        parts, flags, extra = parts[:split], parts[split], parts[split + 1 :]
         seen = [flag == 1 for flag in flags.tolist()]
         missing = [key for key, known in zip(keys, seen) if known and key not in ctx.memory]
         if missing:
@@ -109,28 +98,18 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
                 f"aqsgd: boundary {ctx.boundary}: the sender has buffer {missing[0]!r}, the receiver does "
                 "not; load both sides from one checkpoint, or neither"
             )
-        unseen, rows = seen.count(False), self._rows_spec(spec)
-        if unseen and unseen == len(seen) and self.first_visits.all_at_once(spec, rows, unseen):
-            new = self.first_visits.decode(to_bytes((*parts, *rest), spec.device), rows, ctx)
-            self._store_first_visits(new, keys, ctx)
-            return self._by_message(new)
-        start = rest[0] if rest else None
-        if start is not None and not self.first_visits.dense:
-            unseen_rows = TensorSpec((unseen, *rows.shape[1:]), spec.dtype, spec.device)
-            start = self.first_visits.decode(start, unseen_rows, ctx)
+        unseen = self._rows_spec(spec, seen.count(False))
+        start = self.first_visits.decode(extra, unseen, ctx) if extra else None
         old = self._buffers(keys, seen, start, spec, ctx)
         change = self.codec.decode(parts, spec, ctx)
         return cast(self._by_message(self._advance(old, change, keys, seen, ctx)), spec.dtype)
 
     def observe(self, x: Tensor, ctx: Context) -> None:
         if can_keep(x.to(wide(x.dtype))):
-            self._write(self._keys(TensorSpec.of(x), ctx), self._by_sample(x), ctx)
+            self.buffers.write(ctx.memory, self._keys(TensorSpec.of(x), ctx), self._by_sample(x))
 
     def check_memory(self, memory: Mapping[str, Tensor]) -> None:
         self.buffers.check(memory)
-
-    def saved(self, memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return self.buffers.saved(memory)
 
     def restored(self, memory: MutableMapping[str, Tensor]) -> None:
         self.buffers.adopt(memory)
@@ -185,10 +164,10 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
             return rows[0]
         return rows.movedim(0, self.feedback.options.batch_dim)
 
-    def _rows_spec(self, spec: TensorSpec) -> TensorSpec:
-        """Return `spec` as [samples, ...]."""
-        samples = self.sample_ids.count([spec])
-        return TensorSpec((samples, *self._row_shape(spec)), spec.dtype, spec.device)
+    def _rows_spec(self, spec: TensorSpec, samples: int | None = None) -> TensorSpec:
+        """Return the spec of rows [samples, ...] of a message of `spec`, by default of all its samples."""
+        count = self.sample_ids.count([spec]) if samples is None else samples
+        return TensorSpec((count, *self._row_shape(spec)), spec.dtype, spec.device)
 
     def _buffers(
         self, keys: Sequence[str], seen: Sequence[bool], start: Tensor | None, spec: TensorSpec, ctx: Context
@@ -212,25 +191,15 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
     ) -> Tensor:
         """Return the new buffers, [samples, ...], and store them if they are finite."""
         new = old + self._by_sample(change).to(old.dtype)
-        if (
-            self.first_visits.dense and not self.first_visits.are_changes
-        ):  # what C makes of no change may be one
+        if self.first_visits.are_exact:  # what C makes of no change may be one
             known = torch.tensor(seen, dtype=torch.bool, device=old.device)
             new = torch.where(known.view(-1, *[1] * (old.dim() - 1)), new, old)
         finite = can_keep(new)
         # A first visit must not be remembered at all: how many buffers there are is for the host to know, so
         # it waits for the device.
         if all(seen) or finite:
-            self._write(keys, torch.where(finite, new, old), ctx)
+            self.buffers.write(ctx.memory, keys, torch.where(finite, new, old))
         return new
-
-    def _store_first_visits(self, new: Tensor, keys: Sequence[str], ctx: Context) -> None:
-        """Store buffers of samples that were sent by the first-visit codec alone, if they are finite."""
-        if can_keep(new.to(wide(new.dtype))):
-            self._write(keys, new, ctx)
-
-    def _write(self, keys: Sequence[str], values: Tensor, ctx: Context) -> None:
-        self.buffers.write(ctx.memory, keys, values)
 
 
 def no_hit_warning(options: Any, boundary: int) -> str:
@@ -240,8 +209,6 @@ def no_hit_warning(options: Any, boundary: int) -> str:
         advice = (
             'an epoch may be longer; else inputs are augmented, and "ids": {"column": 2} finds them again'
         )
-    if options.max_gb is not None:
-        advice += f", or raise max_gb, which is {options.max_gb:g}"
     return (
         f"aqsgd: boundary {boundary}: in {NO_HITS} messages no sample came a second time, so buffers are of "
         f"no use: {advice} (docs/aqsgd.md)"

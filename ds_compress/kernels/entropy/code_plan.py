@@ -42,16 +42,16 @@ class CodePlan(NamedTuple):
     """int64: index j of the step."""
 
     reach: Tensor
-    """int64 [contexts, 2]: largest q and largest -q that have a frequency of their own."""
+    """int64 [tables, 2]: largest q and largest -q that have a frequency of their own."""
 
     frequencies: Tensor
-    """int64 [contexts, 2, 127]: of q = 1 .. 127, and of -1 .. -127; 0 beyond `reach`."""
+    """int64 [tables, 2, 127]: of q = 1 .. 127, and of -1 .. -127; 0 beyond `reach`."""
 
     beyond: Tensor
-    """int64 [contexts]: frequency of the escape symbol, for values beyond `reach`."""
+    """int64 [tables]: frequency of the escape symbol, for values beyond `reach`."""
 
     escapes: Tensor
-    """int64 [contexts]: number of values beyond `reach`."""
+    """int64 [tables]: number of values beyond `reach`."""
 
     words: Tensor
     """int64: words of tables, escapes and code; the code may be longer by SURE a symbol, unless `sure`."""
@@ -63,29 +63,26 @@ def exponent_of(bits: Tensor) -> Tensor:
     return ((bits & _MAGNITUDE).amax() >> 23).clamp(min=1)
 
 
-def keys_of(bits: Tensor, exponent: Tensor, frame: CodeLayout) -> Tensor:
-    """Return the histogram keys of floats given by their `bits`, int64 [numel]. KEYS is added for negative
-    values, and 2 * KEYS for each context before the value's own."""
+def keys_of(bits: Tensor, exponent: Tensor) -> Tensor:
+    """Return the histogram keys of floats given by their `bits`, int64 [numel]; KEYS is added for negative
+    values."""
     scale = ((255 - exponent) << 23).view(torch.float32)  # to [2, 4): neither it nor a result is subnormal
     scaled = ((bits & _MAGNITUDE).view(torch.float32) * scale).view(torch.int32)
     keys = ((scaled >> KEY_SHIFT) - (LOWEST + 1) * PER_OCTAVE).clamp_(0, KEYS - 1)
-    keys = keys.long() + KEYS * (bits < 0)
-    for end in frame.ends[:-1]:
-        keys[end:] += 2 * KEYS
-    return keys
+    return keys.long() + KEYS * (bits < 0)
 
 
-def histogram_of(keys: Tensor, frame: CodeLayout, weights: Tensor) -> Tensor:
-    """Add up the weights, int64 [numel], of each key of `keys_of`: int64 [contexts, 2, KEYS]."""
-    histogram = torch.zeros(frame.contexts * 2 * KEYS, dtype=torch.int64, device=keys.device)
-    return histogram.index_add_(0, keys, weights).view(frame.contexts, 2, KEYS)
+def histogram_of(keys: Tensor, weights: Tensor) -> Tensor:
+    """Add up the weights, int64 [numel], of each key of `keys_of`: int64 [1, 2, KEYS], as of one table."""
+    histogram = torch.zeros(2 * KEYS, dtype=torch.int64, device=keys.device)
+    return histogram.index_add_(0, keys, weights).view(1, 2, KEYS)
 
 
 def search(histogram: Tensor, frame: CodeLayout, sure: bool) -> CodePlan:
     """Return the plan with the finest step whose code fits, found by binary search.
 
     Args:
-        histogram: int64 [contexts, 2, KEYS], counts of keys, for positive and for negative values.
+        histogram: int64 [1, 2, KEYS], counts of keys, for positive and for negative values.
         sure: plan a code that fits for any order of the values; otherwise it may be some words too long.
     """
     made = tables(histogram.device)
@@ -118,9 +115,9 @@ def plan(step: Tensor, from_q: Tensor, n: Tensor, made: FormatTables, sure: bool
     """Return how a message is coded with `step`.
 
     Args:
-        from_q: int64 [contexts, 2, 128], how many positive values, and how many negative ones, become
+        from_q: int64 [tables, 2, 128], how many positive values, and how many negative ones, become
             q = 1 .. 128 or more.
-        n: int64 [contexts], how many values there are.
+        n: int64 [tables], how many values there are.
         sure: see `search`.
     """
     # twice the reach is worth its table where it holds more values than the table has words
@@ -144,12 +141,12 @@ def plan(step: Tensor, from_q: Tensor, n: Tensor, made: FormatTables, sure: bool
 
 
 def shift_of(histogram: Tensor, chosen: CodePlan) -> Tensor:
-    """Return by how much magnitudes are smaller than their |q| steps on average, int64 [contexts], in units
+    """Return by how much magnitudes are smaller than their |q| steps on average, int64 [tables], in units
     of 2^-SHIFT_BITS steps."""
     made = tables(histogram.device)
     counts, sums = summed_from(histogram), summed_from(histogram * made.weight)
     step, first = at(made.units, chosen.step), first_keys(chosen.step, made)
-    beyond = first[chosen.reach].unsqueeze(2)  # [contexts, 2, 1]: the first key that is
+    beyond = first[chosen.reach].unsqueeze(2)  # [tables, 2, 1]: the first key that is
     from_q, escapes = counts[:, :, first], counts.gather(2, beyond)
     inside = torch.arange(127, dtype=torch.int64, device=first.device) < chosen.reach.unsqueeze(2)
     # as many times as q has steps: the sum over q of how many are q or more, and not beyond
@@ -166,7 +163,7 @@ def at(table: Tensor, index: Tensor) -> Tensor:
 
 
 def summed_from(histogram: Tensor) -> Tensor:
-    """Sum the counts of each key and all higher keys, int64 [contexts, 2, KEYS + 1]."""
+    """Sum the counts of each key and all higher keys, int64 [tables, 2, KEYS + 1]."""
     return torch.nn.functional.pad(histogram.flip(2).cumsum(2).flip(2), (0, 1))
 
 
@@ -177,7 +174,7 @@ def _frequency(counts: Tensor, share: Tensor, n: Tensor) -> Tensor:
 
 
 def frequencies_of(symbol: Tensor, chosen: CodePlan) -> Tensor:
-    """Return the frequency of each symbol, int64 [contexts, SYMBOLS]."""
+    """Return the frequency of each symbol, int64 [tables, SYMBOLS]."""
     above, below = chosen.reach.unsqueeze(2).unbind(1)
     q = symbol - below
     positive, negative = chosen.frequencies.unbind(1)

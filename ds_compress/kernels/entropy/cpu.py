@@ -14,8 +14,6 @@ from ds_compress.kernels.entropy.format import (
     FINER,
     KEYS,
     LEVELS,
-    MOST_CONTEXTS,
-    PER_WORD,
     STEPS,
     TOTAL,
     CodeLayout,
@@ -28,9 +26,8 @@ from ds_compress.kernels.quantize.grid import key_halves
 __all__ = reference.__all__
 
 _COPIES = 4  # of the histogram
-_COUNTS = 4 * KEYS + 2  # of each context
-_SPACE = 2 * KEYS * _COPIES + MOST_CONTEXTS * _COUNTS
-_SUMS = MOST_CONTEXTS * 2 * (KEYS + 1)
+_SPACE = 2 * KEYS * _COPIES + 4 * KEYS + 2
+_SUMS = 2 * (KEYS + 1)
 _AT_ONCE = 2  # blocks that are coded together
 
 _FRAME: dict[str, Any] = {
@@ -39,23 +36,15 @@ _FRAME: dict[str, Any] = {
     "lanes": range(1, 33),
     "length": SIZE,
     "blocks": SIZE,
-    "contexts": range(1, MOST_CONTEXTS + 1),
-    "per_context": range(1, CLASSES + 1),
-    "ends": Buffer((torch.int64,), ("contexts",)),
+    "classes": range(1, CLASSES + 1),
 }
-_UNITS: dict[str, Any] = {"count": range(1 << 31), "rest": SIZE, "columns": FLAG}
 _VALUES: dict[str, Any] = {"values": Buffer((*FLOATS,), ("numel",), dtype_from="bf16"), "bf16": FLAG}
 _KEY: dict[str, Any] = {"dithered": FLAG, "dither_first": WORD, "dither_second": WORD}
-_CODE: dict[str, Any] = {
-    "order": Buffer((torch.int32,), (2, "count")),
-    "code": Buffer((torch.int16,), ("size",)),
-    "classes": Buffer((torch.int16,), ("count",), per=PER_WORD),
-}
+_WORDS = Buffer((torch.int16,), ("size",))
 _encode = Function(
     *("entropy", "encode_entropy"),
     **_VALUES,
     **_FRAME,
-    **_UNITS,
     is_sampled=FLAG,
     spare=SIZE,
     first=Buffer((torch.int32,), (FINER, LEVELS[-1] + 1)),
@@ -68,18 +57,16 @@ _encode = Function(
     space=Buffer((torch.int32,), (_SPACE,)),
     scratch=Buffer((torch.int16,), (_AT_ONCE, "length")),
     sums=Buffer((torch.int64,), (_SUMS,)),
-    **_CODE,
+    words=_WORDS,
 )
 _decode = Function(
     *("entropy", "decode_entropy"),
     **_VALUES,
     **_FRAME,
-    **_UNITS,
     steps=Buffer((torch.float32,), (STEPS,)),
     **_KEY,
     q=Buffer((torch.int8,), ("numel",)),
-    kept=Buffer((torch.int16,), ("numel",)),
-    **_CODE,
+    words=_WORDS,
 )
 
 
@@ -87,7 +74,7 @@ class EntropyPlan:
     """Calls for messages of one frame, fp32 or bf16."""
 
     def __init__(self, frame: CodeLayout, dtype: torch.dtype):
-        made, units = tables(torch.device("cpu")), frame.units
+        made = tables(torch.device("cpu"))
         known: dict[str, Any] = {
             "bf16": dtype == torch.bfloat16,
             "numel": frame.numel,
@@ -95,15 +82,9 @@ class EntropyPlan:
             "lanes": frame.lanes,
             "length": frame.length,
             "blocks": frame.blocks,
-            "contexts": frame.contexts,
-            "per_context": frame.classes,
-            "ends": torch.tensor(frame.ends, dtype=torch.int64, device="cpu"),
-            "count": units.count if units else 0,
-            "rest": frame.numel - units.numel if units else 0,
-            "columns": units is not None and units.columns,
+            "classes": frame.classes,
             "dithered": frame.dithered,
         }
-        self._ends = known["ends"]  # calls hold its address alone
         self.encode = _encode.bind(
             **known,
             is_sampled=frame.is_sampled,
@@ -111,7 +92,6 @@ class EntropyPlan:
             **{name: getattr(made, name) for name in ("first", "units", "cost", "quarter", "inverse")},
         )
         self.decode = _decode.bind(**known, steps=made.step)
-        self.order = 2, known["count"]
 
 
 _plan = lru_cache(EntropyPlan)  # most messages have the shape of the one before
@@ -121,17 +101,15 @@ def encode_entropy(x: Tensor, frame: CodeLayout, dither: int | None = None) -> T
     if not native.serves(x.numel()):
         return reference.encode_entropy(x, frame, dither)
     values = (x if x.dtype in FLOATS else x.float()).contiguous()
-    words, plan = torch.empty(frame.all_words, dtype=torch.int16, device="cpu"), _plan(frame, values.dtype)
-    plan.encode(
+    words = torch.empty(frame.words, dtype=torch.int16, device="cpu")
+    _plan(frame, values.dtype).encode(
         values,
         *key_halves(dither or 0),
         scratch("entropy.keys", (frame.numel,), torch.int16),
         scratch("entropy.space", (_SPACE,), torch.int32),
         scratch("entropy.words", (_AT_ONCE, frame.length), torch.int16),
         scratch("entropy.sums", (_SUMS,), torch.int64),
-        scratch("entropy.order", plan.order, torch.int32),
-        words[: frame.words],
-        words[frame.words :],
+        words,
     )
     return words
 
@@ -142,15 +120,12 @@ def decode_entropy(
     if not native.serves(frame.numel):
         return reference.decode_entropy(words, frame, dtype, dither)
     words, made = words.contiguous(), dtype if dtype in FLOATS else torch.float32
-    values, plan = torch.empty(frame.numel, dtype=made, device="cpu"), _plan(frame, made)
-    is_valid = plan.decode(
+    values = torch.empty(frame.numel, dtype=made, device="cpu")
+    is_valid = _plan(frame, made).decode(
         values,
         *key_halves(dither or 0),
         scratch("entropy.q", (frame.numel,), torch.int8),
-        scratch("entropy.keys", (frame.numel,), torch.int16),
-        scratch("entropy.order", plan.order, torch.int32),
-        words[: frame.words],
-        words[frame.words :],
+        words,
     )
     if not is_valid:
         values.fill_(torch.nan)

@@ -5,16 +5,15 @@
 
 #include "entropy.h"
 #include "lanes.h"
-#include "sorted_blocks.h"
 
 constexpr int8_t BEYOND = -128;  // in the place of a q
-constexpr int64_t MOST_TABLES = MOST_CONTEXTS * CLASSES, STEPS_AT_ONCE = 8;
+constexpr int64_t STEPS_AT_ONCE = 8;
 
 // What stands in front of the words.
 struct Head {
     int64_t exponent, step;
-    int64_t above[MOST_TABLES], below[MOST_TABLES], shift[MOST_TABLES];
-    const uint16_t* table[MOST_TABLES];
+    int64_t above[CLASSES], below[CLASSES], shift[CLASSES];
+    const uint16_t* table[CLASSES];
     int64_t words = 0, escapes = 0;  // the first place of words, and that behind the last one
 
     bool finite() const { return exponent != NOT_FINITE; }
@@ -26,13 +25,13 @@ struct Head {
         if (!finite()) return true;
         if (exponent < 1 || exponent > NOT_FINITE || step < 0 || step >= STEPS) return false;
         words = frame.tables();
-        for (int64_t context = 0; context < frame.contexts * frame.classes; ++context) {  // or table of one
-            const uint16_t* its = head + HEAD + REACHES * context;
-            above[context] = static_cast<int16_t>(its[0]) >> 8, below[context] = its[0] & 255;
-            shift[context] = static_cast<int16_t>(its[1]), table[context] = code + words;
-            if (shift[context] < SHIFT_LEAST || shift[context] > SHIFT_MOST) return false;
-            if (above[context] < 0 || above[context] > REACH || below[context] > REACH) return false;
-            const int64_t beyond = above[context] + below[context] + 1;
+        for (int64_t number = 0; number < frame.classes; ++number) {
+            const uint16_t* reach = head + HEAD + REACHES * number;
+            above[number] = static_cast<int16_t>(reach[0]) >> 8, below[number] = reach[0] & 255;
+            shift[number] = static_cast<int16_t>(reach[1]), table[number] = code + words;
+            if (shift[number] < SHIFT_LEAST || shift[number] > SHIFT_MOST) return false;
+            if (above[number] < 0 || above[number] > REACH || below[number] > REACH) return false;
+            const int64_t beyond = above[number] + below[number] + 1;
             if (words + beyond > frame.words) return false;
             int64_t rest = TOTAL;
             for (int64_t i = 0; i < beyond; ++i) rest -= code[words + i];
@@ -85,7 +84,7 @@ inline void decode_step(const Slots& slots, const uint16_t* code, int64_t last, 
     if (of.drawn) of.drawn += lanes;
 }
 
-// Steps of all lanes of blocks that are in one context and have words for it.
+// Steps of all lanes of blocks that have words for it.
 template <int BLOCKS, bool CLASSED>
 void decode_steps(const Slots& slots, const uint16_t* code, int64_t steps, Reader* blocks) {
     Words state[BLOCKS][VECTORS];
@@ -134,6 +133,7 @@ public:
     // Whether the code can have been encoded; then q [frame.numel] are those of the values, or BEYOND.
     bool read(int8_t* to) {
         q = to;
+        for (int64_t number = 0; number < frame.classes; ++number) expand(number, slots + number * TOTAL);
         int64_t word = head.words;
         for (int64_t block = 0; block < frame.blocks;) {
             const int64_t count = together(frame, block) ? AT_ONCE : 1;
@@ -141,12 +141,8 @@ public:
                 begin(block + b, word, blocks[b]);
                 word += size(block + b);
             }
-            if (count == AT_ONCE) {
-                use(frame.context_of(block * frame.length));
-                steps<AT_ONCE>(frame.length / MOST_LANES, MOST_LANES);
-            } else {
-                read_alone(block);
-            }
+            if (count == AT_ONCE) steps<AT_ONCE>(frame.length / MOST_LANES, MOST_LANES);
+            else read_alone(frame.count(block));
             for (int64_t b = count - 1, behind = word; b >= 0; --b) {
                 if (blocks[b].word != behind) return false;
                 for (int64_t i = 0; i < frame.lanes; ++i)
@@ -166,16 +162,9 @@ private:
         of.word = word, of.q = q + block * frame.length;
     }
 
-    void read_alone(int64_t block) {
-        int64_t place = block * frame.length;
-        const int64_t behind = place + frame.count(block);
-        for (int64_t context = frame.context_of(place); place < behind; ++context) {
-            const int64_t end = frame.ends[context] < behind ? frame.ends[context] : behind;
-            use(context);
-            steps<1>((end - place) / frame.lanes, frame.lanes);
-            if ((end - place) % frame.lanes) steps<1>(1, (end - place) % frame.lanes);
-            place = end;
-        }
+    void read_alone(int64_t count) {
+        steps<1>(count / frame.lanes, frame.lanes);
+        if (count % frame.lanes) steps<1>(1, count % frame.lanes);
     }
 
     // Of so many lanes.
@@ -204,17 +193,10 @@ private:
         }
     }
 
-    // Makes `slots` those of a context.
-    void use(int64_t context) {
-        if (context == spreaded) return;
-        spreaded = context;
-        for (int64_t number = 0; number < frame.classes; ++number)
-            spread(context * frame.classes + number, slots + number * TOTAL);
-    }
-
-    void spread(int64_t its, uint32_t* to) const {
-        const uint16_t* table = head.table[its];
-        const int64_t below = head.below[its], beyond = head.above[its] + below + 1;
+    // Writes the slots of a table.
+    void expand(int64_t number, uint32_t* to) const {
+        const uint16_t* table = head.table[number];
+        const int64_t below = head.below[number], beyond = head.above[number] + below + 1;
         int64_t rest = TOTAL;
         for (int64_t i = 0; i < beyond; ++i) rest -= table[i];
         for (int64_t i = 0; i <= beyond; ++i) {
@@ -231,7 +213,6 @@ private:
     int8_t* q = nullptr;
     alignas(64) Slots slots;
     Reader blocks[AT_ONCE];
-    int64_t spreaded = -1;  // the context that `slots` are of
 };
 
 // Magnitudes of one message, of q and of keys.
@@ -257,138 +238,12 @@ struct Dequantizer {
         return (escape >> 15 ? -within : within) * scale;
     }
 
-    // SIZE is n, of whole vectors, or 0 where it is known at run time only.
-    template <int64_t SIZE = 0, class Out>
+    template <class Out>
     void put(const int8_t* q, int64_t n, int32_t shift, Out* y) const {
-        static_assert(SIZE % LANES == 0);
-        const int64_t count = SIZE ? SIZE : n;
         int64_t i = 0;
-        for (; i + LANES <= count; i += LANES) store(of(load_bytes(q + i), Ints{} + shift), y + i);
-        if constexpr (SIZE == 0)
-            for (; i < count; ++i) store(of(q[i], shift), y[i]);
+        for (; i + LANES <= n; i += LANES) store(of(load_bytes(q + i), Ints{} + shift), y + i);
+        for (; i < n; ++i) store(of(q[i], shift), y[i]);
     }
-};
-
-// Values as they lie.
-template <class Out>
-struct TensorOrder {
-    static constexpr bool IS_KEPT = false;
-
-    Out* y;
-
-    // As `InTensorOrder`.
-    template <class F>
-    void each_run(int64_t begin, int64_t end, const F& f) const {
-        f(y + begin, begin, end - begin);
-    }
-
-    void put(const int8_t* q, const Frame& frame, const Head& head, const Dequantizer& by) const {
-        for (int64_t context = 0; context < frame.contexts; ++context) {
-            const int64_t begin = frame.begin(context);
-            by.put(q + begin, frame.ends[context] - begin, static_cast<int32_t>(head.shift[context]), y + begin);
-        }
-    }
-
-    Out& at(int64_t value) const { return y[value]; }
-};
-
-// Values that were coded in the order of their units.
-template <class Out>
-struct BlockOrder {
-    static constexpr bool IS_KEPT = false;
-
-    Out* y;
-    SortedBlocks units;
-    Order order;
-
-    void put(const int8_t* q, const Frame& frame, const Head& head, const Dequantizer& by) const {
-        if (units.columns) return put_columns(q, frame, head, by);
-        for (int64_t context = 0, value = 0; context < frame.contexts; ++context)
-            while (value < frame.ends[context]) {
-                const int64_t unit = value / units.size;
-                const int64_t stop = unit < units.count ? (unit + 1) * units.size : frame.numel;
-                const int64_t end = stop < frame.ends[context] ? stop : frame.ends[context];
-                const int32_t shift = static_cast<int32_t>(head.shift[context]);
-                if (end - value == RUN) by.put<RUN>(q + value, RUN, shift, &at(value));
-                else by.put(q + value, end - value, shift, &at(value));
-                value = end;
-            }
-    }
-
-    void put_columns(const int8_t* q, const Frame& frame, const Head& head, const Dequantizer& by) const {
-        constexpr int64_t HIGH = 64, WIDE = 64;
-        alignas(64) int8_t tile[HIGH * WIDE];
-        int32_t shift[WIDE];
-        for (int64_t row = 0; row < units.size; row += HIGH)
-            for (int64_t first = 0; first < units.count; first += WIDE) {
-                const int64_t high = units.size - row < HIGH ? units.size - row : HIGH;
-                const int64_t wide = units.count - first < WIDE ? units.count - first : WIDE;
-                for (int64_t j = 0; j < wide; ++j)
-                    shift[j] = static_cast<int32_t>(head.shift[frame.context_of(order.places[first + j] * units.size + row)]);
-                transpose_by_rows<int8_t>(
-                    wide, high, [&](int64_t j) { return q + order.places[first + j] * units.size + row; },
-                    [&](int64_t i) { return tile + i * WIDE; });
-                for (int64_t i = 0; i < high; ++i) {
-                    const int8_t* from = tile + i * WIDE;
-                    Out* to = y + (row + i) * units.count + first;
-                    int64_t j = 0;
-                    for (; j + LANES <= wide; j += LANES) {
-                        Ints shifts;
-                        std::memcpy(&shifts, shift + j, sizeof shifts);
-                        store(by.of(load_bytes(from + j), shifts), to + j);
-                    }
-                    for (; j < wide; ++j) store(by.of(from[j], shift[j]), to[j]);
-                }
-            }
-        // Where a context begins in the midst of a tile, what follows there had the shift of the one before
-        for (int64_t context = 1; context < frame.contexts; ++context) {
-            const int64_t begin = frame.begin(context), inside = begin % units.size % HIGH;
-            const int64_t left = begin - inside + HIGH < frame.ends[context] ? begin - inside + HIGH : frame.ends[context];
-            const int64_t column_end = (begin / units.size + 1) * units.size;
-            const int64_t end = left < column_end ? left : column_end;
-            for (int64_t value = begin; inside && value < end; ++value)
-                store(by.of(q[value], static_cast<int32_t>(head.shift[context])), at(value));
-        }
-    }
-
-    template <class F>
-    void each_run(int64_t begin, int64_t end, const F& f) const {
-        order.each_run(begin, end, units, [&](int64_t place, int64_t value, int64_t n) { f(y + place, value, n); });
-    }
-
-    Out& at(int64_t value) const { return y[order.place(value, units)]; }
-};
-
-// Values of columns whose dither is to be taken off: numbers of 16 bits are kept of them until all are there.
-template <class Out>
-struct KeptColumns {
-    static constexpr bool IS_KEPT = true;
-
-    Out* y;
-    SortedBlocks units;
-    Order order;
-    int64_t numel;
-    uint16_t* kept;  // [numel]
-
-    // value(the number that is kept of it)
-    template <class F>
-    void put_back(const F& value) const {
-        const auto put = [&](const uint16_t* from, int64_t n, Out* to) {
-            int64_t j = 0;
-            for (; j + LANES <= n; j += LANES) store(value((Ints)((Words)load(from + j) >> 16)), to + j);
-            for (; j < n; ++j) store(value(Ints{} + from[j])[0], to[j]);
-        };
-        alignas(64) uint16_t tile[HIGH_TILE * WIDE_TILE];
-        each_tile(units, [&](int64_t row, int64_t first, int64_t high, int64_t wide) {
-            transpose_by_rows<uint16_t>(
-                wide, high, [&](int64_t j) { return kept + order.places[first + j] * units.size + row; },
-                [&](int64_t i) { return tile + i * WIDE_TILE; });
-            for (int64_t i = 0; i < high; ++i) put(tile + i * WIDE_TILE, wide, y + (row + i) * units.count + first);
-        });
-        put(kept + units.whole(), numel - units.whole(), y + units.whole());
-    }
-
-    Out& at(int64_t value) const { return y[order.place(value, units)]; }
 };
 
 template <int64_t SIZE>
@@ -414,23 +269,23 @@ bool each_escape(const uint16_t* code, const Frame& frame, const Head& head, con
     return true;
 }
 
-// Whether `code` can have been encoded; then all values of `to`, `TensorOrder` or alike, are what it stands for.
+// Whether `code` can have been encoded; then y [frame.numel] are the values that it stands for.
 // q: [frame.numel] with anything in it.
-template <class To>
-bool decode_tensor(const uint16_t* code, const Frame& frame, const float* steps, int8_t* q, const To& to) {
+template <class Out>
+bool decode_tensor(const uint16_t* code, const Frame& frame, const float* steps, int8_t* q, Out* y) {
     Head head;
     if (!head.read(code, frame)) return false;
     if (!head.finite()) {
-        for (int64_t i = 0; i < frame.numel; ++i) store(as_float(0x7FC00000), to.y[i]);
+        for (int64_t i = 0; i < frame.numel; ++i) store(as_float(0x7FC00000), y[i]);
         return true;
     }
     if (!Decoder<>(code, frame, head).read(q)) return false;
     const Dequantizer by(head, steps);
-    to.put(q, frame, head, by);
+    by.put(q, frame.numel, static_cast<int32_t>(head.shift[0]), y);
     return each_escape(code, frame, head, q, [&](int64_t value, uint16_t escape) {
         const int64_t key = escape & 0x7FFF;
         if (key < 1 || key >= KEYS) return false;
-        store(by.of_key(escape), to.at(value));
+        store(by.of_key(escape), y[value]);
         return true;
     });
 }

@@ -34,7 +34,7 @@ class DrawnRun {
 public:
     explicit DrawnRun(const Draws& draws) : draws(draws) {}
 
-    // Those of `count` values, coded from `value` on; a vector behind them can be read.
+    // Those of `count` values from `value` on; a vector behind them can be read.
     const uint8_t* of(int64_t value, int64_t count) {
         draws.of_rows(value / Draws::ROW, value % Draws::ROW + count, drawn);
         return drawn + value % Draws::ROW;
@@ -56,36 +56,31 @@ struct DitherTables {
     const float* inverse;    // [STEPS]
 };
 
-// What a message is coded from, for an `Encoder`. Values: `InTensorOrder` or alike.
-template <class Values>
+// What a message is coded from, for an `Encoder`.
+template <class In>
 class DitheredCode {
 public:
-    Plan plans[MOST_CONTEXTS * CLASSES];
+    Plan plans[CLASSES];
+    uint16_t* keys;
 
-    DitheredCode(const Values& values, const Frame& frame, const Tables& tables, const DitherTables& its, uint32_t exponent,
+    DitheredCode(const In* x, const Frame& frame, const Tables& tables, const DitherTables& its, uint32_t exponent,
                  const Draws& draws, uint16_t* keys, uint32_t* copies)
-        : values(values), frame(frame), tables(tables), its(its), drawn(draws), lower(drawn.lower()), keys(keys), copies(copies),
+        : keys(keys), x(x), frame(frame), tables(tables), its(its), drawn(draws), lower(drawn.lower()), copies(copies),
           scale(as_float((255 - exponent) << 23)), class_bits(frame.classes > 1 ? 0xC0 : 0) {}
 
     // Makes the keys and counts of what each value becomes: class * NUMBERS + q + COUNTED, q within COUNTED.
     void quantize(int64_t step) {
         present = step;
-        count_contexts<STRIDE>(
-            frame, keys, copies,
-            [&](int64_t begin, int64_t end) {
-                values.each_run(begin, end, [&](const auto* x, int64_t value, int64_t n) {
-                    for (int64_t i = 0; i < n; i += MANY) make_keys(x + i, value + i, n - i < MANY ? n - i : MANY);
-                });
-            },
-            [&](int64_t context) {
-                for (int64_t number = 0; number < frame.classes; ++number) count(context * frame.classes + number, number);
-            });
+        count_values<STRIDE>(frame.numel, keys, copies, [&](int64_t begin, int64_t end) {
+            for (int64_t i = begin; i < end; i += MANY) make_keys(i, end - i < MANY ? end - i : MANY);
+        });
+        for (int64_t number = 0; number < frame.classes; ++number) count(number);
     }
 
     // Plans all tables by the counts; the words that they and the code take.
     int64_t plan() {
         int64_t words = 0, total = 0;
-        for (int64_t table = 0; table < frame.contexts * frame.classes; ++table) {
+        for (int64_t table = 0; table < frame.classes; ++table) {
             make_plan(from_q[table], n[table], tables, false, plans[table]);
             plans[table].step = present;
             words += plans[table].beyond() + plans[table].escapes, total += plans[table].cost;
@@ -93,9 +88,9 @@ public:
         return words + (total >> (COST_BITS + 4));
     }
 
-    void spread(int64_t context, uint32_t* table) const {
+    void spread(uint32_t* table) const {
         for (int64_t number = 0; number < frame.classes; ++number) {
-            const Plan& plan = plans[context * frame.classes + number];
+            const Plan& plan = plans[number];
             const Coder coder(plan);
             for (int64_t q = -COUNTED; q <= COUNTED; ++q)
                 table[number * NUMBERS + q + COUNTED] = coder.entry[is_inside(plan, q) ? q + plan.below : plan.beyond()];
@@ -103,11 +98,11 @@ public:
     }
 
     // Writes what is beyond, the first one last, in front of `place`; returns where the last one is.
-    uint16_t* write_escapes(int64_t context, uint16_t* place) const {
+    uint16_t* write_escapes(uint16_t* place) const {
         int64_t escapes = 0, above = REACH, below = REACH;
         bool beyond[CLASSES * NUMBERS] = {};
         for (int64_t number = 0; number < frame.classes; ++number) {
-            const Plan& plan = plans[context * frame.classes + number];
+            const Plan& plan = plans[number];
             escapes += plan.escapes;
             above = plan.above < above ? plan.above : above, below = plan.below < below ? plan.below : below;
             for (int64_t q = -COUNTED; q <= COUNTED; ++q) beyond[number * NUMBERS + q + COUNTED] = !is_inside(plan, q);
@@ -120,18 +115,16 @@ public:
             for (int64_t i = 0; i < SOME; ++i) found |= static_cast<uint16_t>((some[i] & (NUMBERS - 1)) - least) > reach;
             return found;
         };
-        for (int64_t start = frame.begin(context); start < frame.ends[context]; start += SOME) {
-            const int64_t end = start + SOME < frame.ends[context] ? start + SOME : frame.ends[context];
+        for (int64_t start = 0; start < frame.numel; start += SOME) {
+            const int64_t end = start + SOME < frame.numel ? start + SOME : frame.numel;
             if (end - start == SOME && !has_some(keys + start)) continue;
             for (int64_t i = start; i < end; ++i)
                 if (beyond[keys[i]])
-                    *--place = static_cast<uint16_t>(numbers(Floats{} + values.at(i), Words{} + static_cast<uint32_t>(*drawn.of(i, 1)),
+                    *--place = static_cast<uint16_t>(numbers(Floats{} + to_float(x[i]), Words{} + static_cast<uint32_t>(*drawn.of(i, 1)),
                                                              its.inverse[present])[0]);
         }
         return place;
     }
-
-    const uint16_t* key(int64_t value) const { return keys + value; }
 
 private:
     static bool is_inside(const Plan& plan, int64_t q) { return q <= plan.above && q >= -plan.below; }
@@ -145,36 +138,35 @@ private:
         return (nearest(x * scale * inverse) + (Ints)(upper << 8 | lower)) >> 16;
     }
 
-    // Of `n` values, MANY at most.
-    template <class In>
-    void make_keys(const In* x, int64_t value, int64_t n) {
+    // Of `n` values from `value` on, MANY at most.
+    void make_keys(int64_t value, int64_t n) {
+        const In* from = x + value;
         const float inverse = its.inverse[present];
         const uint8_t* uppers = drawn.of(value, n);
         const Words classes = Words{} + static_cast<uint32_t>(frame.classes > 1 ? (CLASSES - 1) * NUMBERS : 0);
         constexpr uint32_t PER_DRAW = CLASSES * NUMBERS / 256;  // their highest bits become those of a class
         const auto make = [&](int64_t i, int64_t lanes) __attribute__((always_inline)) {
             const Words upper = (Words)load(uppers + i);
-            const Ints q = numbers(load_partial(x + i, lanes), upper, inverse);
+            const Ints q = numbers(load_partial(from + i, lanes), upper, inverse);
             const Ints inside = smaller(larger(q, Ints{} - COUNTED), Ints{} + COUNTED) + COUNTED;
             store_halves(inside | (Ints)(upper * PER_DRAW & classes), keys + value + i, lanes);
         };
         int64_t i = 0;
         const float factor = scale * inverse;
         if (factor <= 0x1p100f)  // the product is exact then
-            for (; i + 4 * LANES <= n; i += 4 * LANES) make_four(x + i, uppers + i, factor, keys + value + i);
+            for (; i + 4 * LANES <= n; i += 4 * LANES) make_four(from + i, uppers + i, factor, keys + value + i);
         for (; i + LANES <= n; i += LANES) make(i, LANES);
         if (i < n) make(i, n - i);
     }
 
     // Of four vectors.
-    template <class In>
-    void make_four(const In* x, const uint8_t* uppers, float factor, uint16_t* to) const {
+    void make_four(const In* from, const uint8_t* uppers, float factor, uint16_t* to) const {
         Bytes upper;
         std::memcpy(&upper, uppers, sizeof upper);
         upper = joined_order(upper);
         Ints q[4];
         join_bytes(Bytes{} + static_cast<uint8_t>(lower), upper, q);
-        for (int k = 0; k < 4; ++k) q[k] = (nearest(load(x + k * LANES) * factor) + q[k]) >> 16;
+        for (int k = 0; k < 4; ++k) q[k] = (nearest(load(from + k * LANES) * factor) + q[k]) >> 16;
         Shorts inside[2], classes[2];
         join_shorts(q, inside);
         widen(upper & class_bits, classes);
@@ -185,48 +177,49 @@ private:
         }
     }
 
-    void count(int64_t table, int64_t number) {
+    void count(int64_t number) {
         int64_t each[2 * COUNTED + 1];
-        n[table] = 0;
+        n[number] = 0;
         for (int64_t i = 0; i <= 2 * COUNTED; ++i) {
             each[i] = 0;
             for (int64_t copy = 0; copy < COPIES; ++copy) each[i] += copies[STRIDE * copy + number * NUMBERS + i];
-            n[table] += each[i];
+            n[number] += each[i];
         }
         int64_t above = 0, below = 0;
         for (int64_t q = COUNTED; q > 0; --q) {
-            from_q[table][0][q - 1] = above += each[COUNTED + q];
-            from_q[table][1][q - 1] = below += each[COUNTED - q];
+            from_q[number][0][q - 1] = above += each[COUNTED + q];
+            from_q[number][1][q - 1] = below += each[COUNTED - q];
         }
     }
 
-    const Values& values;
+    const In* x;
     const Frame& frame;
     const Tables& tables;
     const DitherTables& its;
     mutable DrawnRun<MANY> drawn;
     const uint32_t lower;
-    uint16_t* keys;
     uint32_t* copies;
     const float scale;
     const uint8_t class_bits;
     int64_t present = 0;  // the step of the keys
-    FromQ from_q[MOST_CONTEXTS * CLASSES];
-    int64_t n[MOST_CONTEXTS * CLASSES];
+    FromQ from_q[CLASSES];
+    int64_t n[CLASSES];
 };
 
 typedef int64_t Sums[2][KEYS + 1];
 
-// The words that tables and code of a context are expected to take with a step.
-inline void expect(const Counts& counts, const Sums& sums, int64_t step, int64_t n, const Frame& frame, const Tables& tables,
-                   const int32_t* quarter, int64_t& words, int64_t& total) {
+// The words that tables and code are expected to take with a step.
+inline int64_t expect(const Counts& counts, const Sums& sums, int64_t step, const Frame& frame, const Tables& tables,
+                      const DitherTables& its) {
+    const int32_t* quarter = its.quarter + step % FINER * (QUARTERS + 1);
+    const int64_t n = (static_cast<int64_t>(counts[0][0]) + counts[1][0]) / frame.classes;
     const int64_t unit = tables.units[step];
     int64_t each[2][QUARTERS];
     for (int side = 0; side < 2; ++side) {
         int64_t key = 0;
         for (int64_t m = 0; m < QUARTERS; ++m) {
-            const int64_t its = quarter[m + 1] - PER_OCTAVE * (step / FINER);
-            const int64_t next = its < 1 ? 1 : its < KEYS ? its : KEYS, behind = counts[side][next];
+            const int64_t first = quarter[m + 1] - PER_OCTAVE * (step / FINER);
+            const int64_t next = first < 1 ? 1 : first < KEYS ? first : KEYS, behind = counts[side][next];
             const int64_t inside = counts[side][key] - behind;
             int64_t share = 0;
             if (inside) {
@@ -238,30 +231,28 @@ inline void expect(const Counts& counts, const Sums& sums, int64_t step, int64_t
     }
     Plan plan;
     FromQ from;
+    int64_t words = 0, total = 0;
     for (int64_t number = 0; number < frame.classes; ++number) {
         for (int64_t k = 0; k < COUNTED; ++k)
             for (int side = 0; side < 2; ++side) {
-                int64_t its = 0;
+                int64_t sum = 0;
                 if (frame.classes == 1)
-                    for (int64_t m = 0; m < CLASSES; ++m) its += each[side][CLASSES * k + m];
-                else its = each[side][CLASSES * k + (side ? number : CLASSES - 1 - number)];
-                from[side][k] = its / CLASSES;
+                    for (int64_t m = 0; m < CLASSES; ++m) sum += each[side][CLASSES * k + m];
+                else sum = each[side][CLASSES * k + (side ? number : CLASSES - 1 - number)];
+                from[side][k] = sum / CLASSES;
             }
         make_plan(from, n, tables, false, plan);
         words += plan.beyond() + plan.escapes, total += plan.cost;
     }
+    return words + (total >> (COST_BITS + 4));
 }
 
-inline int64_t first_step(const Counts* counts, const Sums* sums, const Frame& frame, const Tables& tables,
+inline int64_t first_step(const Counts& counts, const Sums& sums, const Frame& frame, const Tables& tables,
                           const DitherTables& its, int64_t finest, int64_t spare) {
     int64_t low = COARSEST, high = finest + 1;
     while (high - low > 1) {
         const int64_t middle = (low + high) / 2;
-        int64_t words = 0, total = 0;
-        for (int64_t context = 0; context < frame.contexts; ++context)
-            expect(counts[context], sums[context], middle, (counts[context][0][0] + counts[context][1][0]) / frame.classes,
-                   frame, tables, its.quarter + middle % FINER * (QUARTERS + 1), words, total);
-        (words + (total >> (COST_BITS + 4)) <= frame.room() - spare ? low : high) = middle;
+        (expect(counts, sums, middle, frame, tables, its) <= frame.room() - spare ? low : high) = middle;
     }
     return low;
 }
@@ -273,37 +264,26 @@ inline void write_zeros(uint32_t exponent, const Frame& frame, uint16_t* words) 
     words[frame.head()] = static_cast<uint16_t>(exponent);
 }
 
-// Histograms of the keys of a sample, in which each counts as often as the values it stands for.
-template <class Values, class In>
-void count_sample(const Values& values, const Sample<In>& sample, const Frame& frame, uint32_t exponent, Counts* counts,
-                  Histogram* histograms) {
+// The histogram of the keys of a sample, in which each counts as often as the values it stands for.
+template <class In>
+void count_sample(const Sample<In>& sample, uint32_t exponent, Counts& counts, Histogram& histogram) {
     constexpr int64_t RUN = Sample<In>::RUN;
-    std::memset(histograms, 0, frame.contexts * sizeof *histograms);
-    sample.each_run([&](int64_t place, const In* x, int64_t n) {
+    std::memset(&histogram, 0, sizeof histogram);
+    uint32_t* counted = reinterpret_cast<uint32_t*>(&histogram);  // [2 * KEYS], as keys count
+    sample.each_run([&](const In* x, int64_t n) {
         uint16_t keys[RUN];
-        int64_t numbers[RUN], begins[RUN];  // of each, that of its histogram
         if (n == RUN) make_keys<RUN>(x, n, exponent, keys);
         else make_keys(x, n, exponent, keys);
-        if (frame.contexts == 1) {
-            for (int64_t i = 0; i < n; ++i) histograms[0][0][keys[i]] += Sample<In>::SAMPLED;
-            return;
-        }
-        values.find_numbers(place, n, numbers);
-        for (int64_t context = 0; context + 1 < frame.contexts; ++context) {
-            const int64_t end = frame.ends[context];
-            for (int64_t i = 0; i < n; ++i)  // without a branch, so that vectors do it
-                begins[i] = (context ? begins[i] : 0) + ((end - 1 - numbers[i]) >> 63 & 2 * KEYS);
-        }
-        for (int64_t i = 0; i < n; ++i) histograms[0][0][begins[i] + keys[i]] += Sample<In>::SAMPLED;
+        for (int64_t i = 0; i < n; ++i) counted[keys[i]] += Sample<In>::SAMPLED;
     });
-    for (int64_t context = 0; context < frame.contexts; ++context) add_up(histograms[context], counts[context]);
+    add_up(histogram, counts);
 }
 
-// As `encode_tensor`. sample: may be none; sums: [contexts].
-template <class Values, class In>
-void encode_dithered(const Values& values, uint32_t largest, const Sample<In>& sample, const Frame& frame,
-                     const Tables& tables, const DitherTables& its, const Draws& draws, int64_t spare, Sums* sums,
-                     uint16_t* keys, uint32_t* space, uint16_t* scratch, uint16_t* words) {
+// As `encode_tensor`. sample: may be none.
+template <class In>
+void encode_dithered(const In* x, uint32_t largest, const Sample<In>& sample, const Frame& frame, const Tables& tables,
+                     const DitherTables& its, const Draws& draws, int64_t spare, Sums& sums, uint16_t* keys,
+                     uint32_t* space, uint16_t* scratch, uint16_t* words) {
     const uint32_t exponent = exponent_of(largest);
     std::memset(words, 0, frame.words * sizeof *words);
     if (exponent == NOT_FINITE) {
@@ -312,25 +292,24 @@ void encode_dithered(const Values& values, uint32_t largest, const Sample<In>& s
     }
     const uint32_t wanted = exponent + COARSER, raised = wanted < NOT_FINITE ? wanted : NOT_FINITE - 1;
     if (!largest) return write_zeros(raised, frame, words);
-    Counts* counts = reinterpret_cast<Counts*>(space + 2 * KEYS * COPIES);
-    Histogram* histograms = reinterpret_cast<Histogram*>(counts + frame.contexts);
-    if (sample.exists()) count_sample(values, sample, frame, raised, counts, histograms);
-    else make_histograms(values, frame, raised, keys, space, counts, histograms);
-    for (int64_t context = 0; context < frame.contexts; ++context)
-        for (int side = 0; side < 2; ++side) {
-            sums[context][side][KEYS] = 0;
-            for (int64_t key = KEYS - 1; key >= 0; --key)
-                sums[context][side][key] = sums[context][side][key + 1] + weight_of(key) * histograms[context][side][key];
-        }
+    Counts& counts = *reinterpret_cast<Counts*>(space + 2 * KEYS * COPIES);
+    Histogram& histogram = *reinterpret_cast<Histogram*>(&counts + 1);
+    if (sample.exists()) count_sample(sample, raised, counts, histogram);
+    else make_histogram(x, frame.numel, raised, keys, space, counts, histogram);
+    for (int side = 0; side < 2; ++side) {
+        sums[side][KEYS] = 0;
+        for (int64_t key = KEYS - 1; key >= 0; --key)
+            sums[side][key] = sums[side][key + 1] + weight_of(key) * histogram[side][key];
+    }
     const int64_t finest = FINEST - FINER * static_cast<int64_t>(wanted - raised);
     const int64_t first = first_step(counts, sums, frame, tables, its, finest, spare);
-    DitheredCode<Values> code(values, frame, tables, its, raised, draws, keys, space);
+    DitheredCode<In> code(x, frame, tables, its, raised, draws, keys, space);
     int64_t step = first;
     for (int64_t attempt = 0; attempt < ATTEMPTS; ++attempt) {
         code.quantize(step);
         const int64_t expected = code.plan(), lacking = expected + expected / MARGIN + 1 - frame.room();
         if (lacking <= 0) {
-            const int64_t shifts[MOST_CONTEXTS * CLASSES] = {};
+            const int64_t shifts[CLASSES] = {};
             if (Encoder(code, frame, space, scratch, words).write(raised, shifts)) return;
             break;
         }
@@ -340,16 +319,16 @@ void encode_dithered(const Values& values, uint32_t largest, const Sample<In>& s
     write_zeros(raised, frame, words);
 }
 
-// Takes the dither off decoded q, where draws are at hand, and puts values to their places.
-template <class To>
+// Takes the dither off decoded q, where draws are at hand.
+template <class Out>
 class DitherRemoval {
 public:
-    DitherRemoval(const Frame& frame, const Head& head, const float* steps, const Draws& draws, const To& to)
+    DitherRemoval(const Frame& frame, const Head& head, const float* steps, const Draws& draws, Out* y)
         : unit(head.step ? steps[head.step] * 0x1p-16f : 0.0f), scale(as_float(static_cast<uint32_t>(head.exponent) << 23)),
-          has_classes(frame.classes > 1), to(to), runs{Some(draws), Some(draws)}, drawn(),
+          has_classes(frame.classes > 1), y(y), runs{Some(draws), Some(draws)}, drawn(),
           highest(32767 - static_cast<int32_t>(runs[0].lower())) {
         int64_t reach = 0;
-        for (int64_t table = 0; table < frame.contexts * frame.classes; ++table)
+        for (int64_t table = 0; table < frame.classes; ++table)
             reach = std::max({reach, head.above[table], head.below[table]});
         // no value is cut off, and all are normal numbers
         is_ordinary = static_cast<float>(reach + 1) * 0x1p16f * unit <= HIGHEST && unit * 0.5f * scale >= 0x1p-126f;
@@ -361,90 +340,73 @@ public:
     }
 
     void put(int64_t b, int64_t begin, int64_t count, const int8_t* q) {
-        if constexpr (To::IS_KEPT) return keep(drawn[b], count, q, to.kept + begin);
-        else to.each_run(begin, begin + count, [&](auto* y, int64_t value, int64_t n) {
-            const int64_t from = value - begin;
-            int64_t i = 0;
-            for (; is_ordinary && i + 4 * LANES <= n; i += 4 * LANES) {
-                Ints kept[4];
-                to_be_kept(q + from + i, drawn[b] + from + i, kept);
-                store_numbers({ordinary_value_of(kept[0]), ordinary_value_of(kept[1]), ordinary_value_of(kept[2]),
-                               ordinary_value_of(kept[3])}, y + i);
-            }
-            for (; i + LANES <= n; i += LANES)
-                store(values_of(load_bytes(q + from + i), load(drawn[b] + from + i)), y + i);
-            for (; i < n; ++i) store(values_of(Ints{} + q[from + i], Ints{} + drawn[b][from + i])[0], y[i]);
-        });
+        const uint8_t* uppers = drawn[b];
+        Out* to = y + begin;
+        int64_t i = 0;
+        for (; is_ordinary && i + 4 * LANES <= count; i += 4 * LANES) {
+            Ints joined[4];
+            join(q + i, uppers + i, joined);
+            store_numbers({ordinary_value_of(joined[0]), ordinary_value_of(joined[1]), ordinary_value_of(joined[2]),
+                           ordinary_value_of(joined[3])}, to + i);
+        }
+        for (; i + LANES <= count; i += LANES) store(values_of(load_bytes(q + i), load(uppers + i)), to + i);
+        for (; i < count; ++i) store(values_of(Ints{} + q[i], Ints{} + uppers[i])[0], to[i]);
     }
 
     // upper: of their draws.
-    Floats values_of(Ints numbers, Ints upper) const { return values_of((numbers << 8) - upper); }
-
-    // What is kept of a value, from 0 to 2^16 - 1.
-    Floats values_of_kept(Ints kept) const { return is_ordinary ? ordinary_value_of(kept) : values_of(kept - KEPT); }
-
-private:
-    typedef DrawnRun<STEPS_AT_ONCE * MOST_LANES> Some;
-
-    static constexpr int32_t KEPT = 255 + 256 * REACH;
-
-    // 256 * (q + REACH) + 255 less the draw, of the values of four vectors; if a value is beyond, anything.
-    static void to_be_kept(const int8_t* q, const uint8_t* drawn, Ints (&kept)[4]) {
-        Bytes numbers, draws;
-        std::memcpy(&numbers, q, sizeof numbers), std::memcpy(&draws, drawn, sizeof draws);
-        join_bytes(~joined_order(draws), joined_order(numbers) + static_cast<uint8_t>(REACH), kept);
-    }
-
-    // All but the last product are exact: sums are multiples of 1/2 below 2^23.
-    Floats ordinary_value_of(Ints kept) const {
-        const Floats number = __builtin_convertvector(kept, Floats);
-        return signed_sum(number, Floats{} + 256, Floats{} + offset) * factor;
-    }
-
-    static void keep(const uint8_t* drawn, int64_t count, const int8_t* q, uint16_t* kept) {
-        int64_t i = 0;
-        for (; i + LANES <= count; i += LANES)
-            store_halves((load_bytes(q + i) << 8) + KEPT - load(drawn + i), kept + i, LANES);
-        for (; i < count; ++i) kept[i] = static_cast<uint16_t>(q[i] * 256 + KEPT - drawn[i]);
-    }
-
-    // Of numbers less their draws, in units of 2^-8.
-    Floats values_of(Ints differences) const {
-        const Ints fixed = (differences << 8) + highest;
+    Floats values_of(Ints numbers, Ints upper) const {
+        const Ints fixed = (((numbers << 8) - upper) << 8) + highest;
         const Floats value = (__builtin_convertvector(fixed, Floats) + 0.5f) * unit;
         return larger(smaller(value, Floats{} + HIGHEST), Floats{} - HIGHEST) * scale;
     }
 
+private:
+    typedef DrawnRun<STEPS_AT_ONCE * MOST_LANES> Some;
+
+    static constexpr int32_t OFFSET = 255 + 256 * REACH;
+
+    // 256 * (q + REACH) + 255 less the draw, of the values of four vectors; if a value is beyond, anything.
+    static void join(const int8_t* q, const uint8_t* drawn, Ints (&joined)[4]) {
+        Bytes numbers, draws;
+        std::memcpy(&numbers, q, sizeof numbers), std::memcpy(&draws, drawn, sizeof draws);
+        join_bytes(~joined_order(draws), joined_order(numbers) + static_cast<uint8_t>(REACH), joined);
+    }
+
+    // All but the last product are exact: sums are multiples of 1/2 below 2^23.
+    Floats ordinary_value_of(Ints joined) const {
+        const Floats number = __builtin_convertvector(joined, Floats);
+        return signed_sum(number, Floats{} + 256, Floats{} + offset) * factor;
+    }
+
     const float unit, scale, factor = unit * scale;
     bool has_classes, is_ordinary = false;
-    const To& to;
+    Out* y;
     Some runs[AT_ONCE];
     const uint8_t* drawn[AT_ONCE];
     const int32_t highest;  // less the lower bits of all draws
-    const float offset = highest + 0.5f - 256 * KEPT;
+    const float offset = highest + 0.5f - 256 * OFFSET;
 };
 
 // As `decode_tensor`.
-template <class To>
+template <class Out>
 bool decode_dithered(const uint16_t* code, const Frame& frame, const float* steps, const Draws& draws, int8_t* q,
-                     const To& to) {
+                     Out* y) {
     Head head;
     if (!head.read(code, frame)) return false;
     if (!head.finite()) {
-        for (int64_t i = 0; i < frame.numel; ++i) store(as_float(0x7FC00000), to.y[i]);
+        for (int64_t i = 0; i < frame.numel; ++i) store(as_float(0x7FC00000), y[i]);
         return true;
     }
     if (head.step != 0 && (head.step < COARSEST || head.step > FINEST)) return false;
-    for (int64_t table = 0; table < frame.contexts * frame.classes; ++table)
+    for (int64_t table = 0; table < frame.classes; ++table)
         if (head.shift[table] != 0) return false;
-    const DitherRemoval<To> removal(frame, head, steps, draws, to);
+    const DitherRemoval<Out> removal(frame, head, steps, draws, y);
     if (!Decoder(code, frame, head, removal).read(q)) return false;
-    if constexpr (To::IS_KEPT) to.put_back([&](Ints kept) { return removal.values_of_kept(kept); });
     Draws own = draws;
     return each_escape(code, frame, head, q, [&](int64_t value, uint16_t escape) {
         const int32_t number = static_cast<int16_t>(escape);
         if (number > LARGEST_Q || number < -LARGEST_Q) return false;
-        store(removal.values_of(Ints{} + number, Ints{} + static_cast<int32_t>(own.upper(value)))[0], to.at(value));
+        store(removal.values_of(Ints{} + number, Ints{} + static_cast<int32_t>(own.upper(value)))[0], y[value]);
         return true;
     });
 }

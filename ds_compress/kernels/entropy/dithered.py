@@ -48,7 +48,7 @@ from ds_compress.kernels.entropy.format import (
     CodeLayout,
     tables,
 )
-from ds_compress.kernels.entropy.rans import Coder, contexts_of
+from ds_compress.kernels.entropy.rans import Coder
 from ds_compress.kernels.entropy.words import Symbols, read_words, write_words
 from ds_compress.kernels.quantize.grid import draws_in_order
 
@@ -71,18 +71,18 @@ def encode_dithered(
         bits: the floats as int32.
         exponent: of the largest magnitude; if it is NOT_FINITE, the words are undefined.
         dither: key of the random draws.
-        weights: of the values, see `sample_weights`, in the order of the code.
+        weights: of the values, see `sample_weights`.
     """
     device, made = bits.device, tables(bits.device)
     drawn = draws_in_order(frame.numel, dither, device)
     table = _tables_of_values(frame, drawn)
-    n = torch.zeros(frame.contexts * frame.classes, dtype=torch.int64, device=device)
+    n = torch.zeros(frame.classes, dtype=torch.int64, device=device)
     n.index_add_(0, table, torch.ones_like(table))
     raised = (exponent + COARSER).clamp(max=NOT_FINITE - 1)
     twice = bits.view(torch.float32) * ((255 - raised) << 23).view(torch.float32)
     finest_step = DITHERED_STEPS[-1] - FINER * (exponent + COARSER - raised).long()
-    keys = keys_of(bits, raised, frame)
-    first = _first_step(histogram_of(keys, frame, weights), frame, finest_step)
+    histogram = histogram_of(keys_of(bits, raised), weights)
+    first = _first_step(histogram, frame, finest_step)
 
     step, fits = first, torch.zeros((), dtype=torch.bool, device=device)
     for attempt in range(ATTEMPTS):
@@ -139,9 +139,8 @@ def _classes(frame: CodeLayout, drawn: Tensor) -> Tensor | None:
 
 def _tables_of_values(frame: CodeLayout, drawn: Tensor) -> Tensor:
     """Return the index of each value's frequency table, int64 [numel]."""
-    context = contexts_of(frame, drawn.device).repeat_interleave(frame.lanes)[: frame.numel]
     classes = _classes(frame, drawn)
-    return context if classes is None else frame.classes * context + classes
+    return torch.zeros_like(drawn, dtype=torch.int64) if classes is None else classes
 
 
 def _quantize(twice: Tensor, drawn: Tensor, step: Tensor) -> Tensor:
@@ -151,8 +150,8 @@ def _quantize(twice: Tensor, drawn: Tensor, step: Tensor) -> Tensor:
 
 
 def sample_weights(frame: CodeLayout, device: torch.device) -> Tensor:
-    """Return for how many values each one counts in the histogram that the first step comes from, in the
-    order of the tensor, int64 [numel]."""
+    """Return for how many values each one counts in the histogram that the first step comes from,
+    int64 [numel]."""
     if not frame.is_sampled:
         return torch.ones(frame.numel, dtype=torch.int64, device=device)
     runs = torch.arange(frame.numel, dtype=torch.int64, device=device) // SAMPLED_RUN
@@ -176,7 +175,7 @@ def _first_step(histogram: Tensor, frame: CodeLayout, finest_step: Tensor) -> Te
     made = tables(histogram.device)
     counts, sums = summed_from(histogram), summed_from(histogram * made.weight)
     quarters = torch.arange(CLASSES * _MOST + 1, dtype=torch.int64, device=histogram.device)
-    n = (counts[:, :, 0].sum(1) // frame.classes).repeat_interleave(frame.classes)
+    n = (counts[:, :, 0].sum(1) // frame.classes).expand(frame.classes)
 
     def expected(step: Tensor) -> CodePlan:
         keys = (at(made.quarter, step % FINER) - PER_OCTAVE * (step // FINER)).long().clamp(1, KEYS)
@@ -189,10 +188,10 @@ def _first_step(histogram: Tensor, frame: CodeLayout, finest_step: Tensor) -> Te
         share = torch.div(distance, (unit // CLASSES), rounding_mode="floor").clamp(min=0).minimum(inside)
         each = (above[:, :, 1:] + share).view(-1, 2, _MOST, CLASSES)  # by the quarter that a class ends at
         positive, negative = each[:, 0].flip(2), each[:, 1]
-        from_q = torch.stack([positive, negative], dim=1).permute(0, 3, 1, 2)  # [contexts, classes, 2, 128]
+        from_q = torch.stack([positive, negative], dim=1).squeeze(0).permute(2, 0, 1)  # [classes, 2, 128]
         if frame.classes == 1:
-            from_q = from_q.sum(1, keepdim=True)
-        return plan(step, from_q.flatten(0, 1) // CLASSES, n, made, sure=False)
+            from_q = from_q.sum(0, keepdim=True)
+        return plan(step, from_q // CLASSES, n, made, sure=False)
 
     return finest(expected, DITHERED_STEPS, finest_step, frame.capacity - spare_words(frame))
 

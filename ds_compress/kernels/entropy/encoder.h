@@ -5,7 +5,7 @@
 #include "lanes.h"
 #include "entropy.h"
 
-// Of a context. Frequencies by symbol: q + below for q = -below .. above, then that of what is beyond.
+// Of a table. Frequencies by symbol: q + below for q = -below .. above, then that of what is beyond.
 struct Plan {
     int64_t step, above, below, escapes, cost;
     int32_t first[REACH + 1];  // the first key of q = 1 .. 128
@@ -72,28 +72,21 @@ struct FromKeys {
     const Side& operator[](int side) const { return sides[side]; }
 };
 
-// Plans of all contexts with a step, and the words that tables, escapes and code take.
-inline int64_t make_plans(const Counts* counts, int64_t step, const Frame& frame, const Tables& tables, bool sure,
-                          Plan* plans) {
-    int64_t words = 0, total = 0;
-    for (int64_t context = 0; context < frame.contexts; ++context) {
-        Plan& plan = plans[context];
-        find_first_keys(step, tables, plan);
-        const FromKeys from{{{counts[context][0], plan.first}, {counts[context][1], plan.first}}};
-        make_plan(from, frame.ends[context] - frame.begin(context), tables, sure, plan);
-        words += plan.beyond() + plan.escapes;
-        total += plan.cost;
-    }
-    return words + (total >> (COST_BITS + 4));
+// Makes the plan with a step; returns the words that its table, escapes and code take.
+inline int64_t plan_step(const Counts& counts, int64_t step, const Frame& frame, const Tables& tables, bool sure,
+                         Plan& plan) {
+    find_first_keys(step, tables, plan);
+    make_plan(FromKeys{{{counts[0], plan.first}, {counts[1], plan.first}}}, frame.numel, tables, sure, plan);
+    return plan.beyond() + plan.escapes + (plan.cost >> (COST_BITS + 4));
 }
 
-inline void search(const Counts* counts, const Frame& frame, const Tables& tables, bool sure, Plan* plans) {
+inline void search(const Counts& counts, const Frame& frame, const Tables& tables, bool sure, Plan& plan) {
     int64_t low = 0, high = STEPS;
     while (high - low > 1) {
         const int64_t middle = (low + high) / 2;
-        (make_plans(counts, middle, frame, tables, sure, plans) <= frame.room() ? low : high) = middle;
+        (plan_step(counts, middle, frame, tables, sure, plan) <= frame.room() ? low : high) = middle;
     }
-    make_plans(counts, low, frame, tables, sure, plans);
+    plan_step(counts, low, frame, tables, sure, plan);
 }
 
 // The middle of a key, in units of 2^-32.
@@ -185,7 +178,7 @@ inline uint16_t* encode_vector(Words entry, Words& state, uint16_t* out) {
     return out;
 }
 
-// Steps of all lanes of blocks that are in one context.
+// Steps of all lanes of blocks.
 template <int BLOCKS>
 void encode_steps(const uint32_t* table, int64_t steps, Lanes* blocks) {
     Words state[BLOCKS][VECTORS];
@@ -210,7 +203,7 @@ void encode_steps(const uint32_t* table, int64_t steps, Lanes* blocks) {
     });
 }
 
-// `count` values of a block that are in one context.
+// `count` values of a block.
 inline void encode_run(const uint32_t* table, int64_t count, int64_t lanes, Lanes& block) {
     if (count % lanes) encode_step(table, count % lanes, block);
     if (lanes == MOST_LANES) return encode_steps<1>(table, count / lanes, &block);
@@ -235,20 +228,16 @@ inline uint16_t* write_escapes(const uint16_t* keys, const Plan& plan, int64_t n
     return place;
 }
 
-// What a message is coded from: keys, and a table for each context.
+// What a message is coded from: keys, and a plan for each table.
 struct KeyCode {
     const uint16_t* keys;
     const Plan* plans;
     const Frame& frame;
 
-    const uint16_t* key(int64_t value) const { return keys + value; }
+    void spread(uint32_t* table) const { ::spread(plans[0], table); }
 
-    void spread(int64_t context, uint32_t* table) const { ::spread(plans[context], table); }
-
-    uint16_t* write_escapes(int64_t context, uint16_t* place) const {
-        const int64_t begin = frame.begin(context);
-        if (!plans[context].escapes) return place;
-        return ::write_escapes(keys + begin, plans[context], frame.ends[context] - begin, place);
+    uint16_t* write_escapes(uint16_t* place) const {
+        return plans[0].escapes ? ::write_escapes(keys, plans[0], frame.numel, place) : place;
     }
 };
 
@@ -265,29 +254,24 @@ public:
         uint16_t* head = words + frame.head();
         head[0] = static_cast<uint16_t>(exponent), head[1] = static_cast<uint16_t>(code.plans[0].step);
         out = words + frame.tables(), last = words + frame.words;
-        for (int64_t context = 0; context < frame.contexts; ++context) {
-            int64_t escapes = 0;
-            for (int64_t table = context * frame.classes; table < (context + 1) * frame.classes; ++table) {
-                const Plan& plan = code.plans[table];
-                head[HEAD + REACHES * table] = static_cast<uint16_t>(plan.above << 8 | plan.below);
-                head[HEAD + REACHES * table + 1] = static_cast<uint16_t>(shifts[table]);
-                escapes += plan.escapes;
-                if (last - out < plan.beyond() + escapes) return false;
-                for (int64_t i = 0; i <= plan.beyond(); ++i)
-                    if (i != plan.below) *out++ = static_cast<uint16_t>(plan.frequency[i]);
-            }
-            last = code.write_escapes(context, last);
+        int64_t escapes = 0;
+        for (int64_t number = 0; number < frame.classes; ++number) {
+            const Plan& plan = code.plans[number];
+            head[HEAD + REACHES * number] = static_cast<uint16_t>(plan.above << 8 | plan.below);
+            head[HEAD + REACHES * number + 1] = static_cast<uint16_t>(shifts[number]);
+            escapes += plan.escapes;
+            if (last - out < plan.beyond() + escapes) return false;
+            for (int64_t i = 0; i <= plan.beyond(); ++i)
+                if (i != plan.below) *out++ = static_cast<uint16_t>(plan.frequency[i]);
         }
+        last = code.write_escapes(last);
+        code.spread(table);
         for (int64_t block = 0; block < frame.blocks;) {
             const int64_t count = together(frame, block) ? AT_ONCE : 1;
             for (int64_t b = 0; b < count; ++b)
-                blocks[b].begin(code.key(first(block + b) + frame.count(block + b)), end(block, b));
-            if (count == AT_ONCE) {
-                use(frame.context_of(first(block)));
-                encode_steps<AT_ONCE>(table, frame.length / frame.lanes, blocks);
-            } else {
-                encode_alone(block);
-            }
+                blocks[b].begin(code.keys + (block + b) * frame.length + frame.count(block + b), end(block, b));
+            if (count == AT_ONCE) encode_steps<AT_ONCE>(table, frame.length / frame.lanes, blocks);
+            else encode_run(table, frame.count(block), frame.lanes, blocks[0]);
             for (int64_t b = 0; b < count; ++b)
                 if (!append(block + b, blocks[b], end(block, b))) return false;
             block += count;
@@ -296,24 +280,8 @@ public:
     }
 
 private:
-    int64_t first(int64_t block) const { return block * frame.length; }
-
     // The end of the scratch memory of one of the blocks from `block` on.
     uint16_t* end(int64_t block, int64_t b) { return scratch + b * frame.length + frame.count(block + b); }
-
-    void use(int64_t context) {
-        if (context != spreaded) code.spread(context, table);
-        spreaded = context;
-    }
-
-    void encode_alone(int64_t block) {
-        const int64_t begin = first(block), behind = begin + frame.count(block);
-        for (int64_t its = frame.context_of(behind - 1); its >= 0 && frame.ends[its] > begin; --its) {
-            const int64_t from = frame.begin(its) > begin ? frame.begin(its) : begin;
-            use(its);
-            encode_run(table, (frame.ends[its] < behind ? frame.ends[its] : behind) - from, frame.lanes, blocks[0]);
-        }
-    }
 
     bool append(int64_t block, const Lanes& coded, const uint16_t* behind) {
         const int64_t size = behind - coded.out;
@@ -336,62 +304,53 @@ private:
     uint16_t* words;
     Lanes blocks[AT_ONCE];
     uint16_t *out = nullptr, *last = nullptr;  // where the next block and the last escape are
-    int64_t spreaded = -1;                     // the context that `table` is of
 };
 
-// For each context: makes keys by make(begin, end), part by part, counts them in `copies`, COPIES of a histogram, and calls
-// done(context).
-template <int64_t STRIDE = 2 * KEYS, class Make, class Done>
-void count_contexts(const Frame& frame, const uint16_t* keys, uint32_t* copies, const Make& make, const Done& done) {
+// Makes keys of all values by make(begin, end), part by part, and counts them in `copies`, COPIES of a histogram.
+template <int64_t STRIDE = 2 * KEYS, class Make>
+void count_values(int64_t numel, const uint16_t* keys, uint32_t* copies, const Make& make) {
     constexpr int64_t SOME = 16384;  // keys are counted while the cache has them
-    for (int64_t context = 0; context < frame.contexts; ++context) {
-        std::memset(copies, 0, STRIDE * COPIES * sizeof *copies);
-        for (int64_t begin = frame.begin(context); begin < frame.ends[context]; begin += SOME) {
-            const int64_t end = begin + SOME < frame.ends[context] ? begin + SOME : frame.ends[context];
-            make(begin, end);
-            count_keys<STRIDE>(keys + begin, end - begin, copies);
-        }
-        done(context);
+    std::memset(copies, 0, STRIDE * COPIES * sizeof *copies);
+    for (int64_t begin = 0; begin < numel; begin += SOME) {
+        const int64_t end = begin + SOME < numel ? begin + SOME : numel;
+        make(begin, end);
+        count_keys<STRIDE>(keys + begin, end - begin, copies);
     }
 }
 
-// Histograms of the keys of all values.
-template <class Values>
-void make_histograms(const Values& values, const Frame& frame, uint32_t exponent, uint16_t* keys, uint32_t* copies,
-                     Counts* counts, Histogram* histograms) {
-    count_contexts(
-        frame, keys, copies, [&](int64_t begin, int64_t end) { values.make(begin, end, exponent, keys); },
-        [&](int64_t context) {
-            for (int64_t i = 0; i < 2 * KEYS; ++i) {
-                uint32_t total = 0;
-                for (int64_t copy = 0; copy < COPIES; ++copy) total += copies[2 * KEYS * copy + i];
-                histograms[context][i / KEYS][i % KEYS] = total;
-            }
-            add_up(histograms[context], counts[context]);
-        });
+// The histogram of the keys of all values.
+template <class In>
+void make_histogram(const In* x, int64_t numel, uint32_t exponent, uint16_t* keys, uint32_t* copies, Counts& counts,
+                    Histogram& histogram) {
+    count_values(numel, keys, copies,
+                 [&](int64_t begin, int64_t end) { make_keys(x + begin, end - begin, exponent, keys + begin); });
+    for (int64_t i = 0; i < 2 * KEYS; ++i) {
+        uint32_t total = 0;
+        for (int64_t copy = 0; copy < COPIES; ++copy) total += copies[2 * KEYS * copy + i];
+        histogram[i / KEYS][i % KEYS] = total;
+    }
+    add_up(histogram, counts);
 }
 
-// values: `InTensorOrder` or alike; largest: the bits of their largest magnitude. space: COPIES of a histogram, where the table of a context is later; then counts and
-// histogram of each context.
-template <class Values>
-void encode_tensor(const Values& values, uint32_t largest, const Frame& frame, Tables tables, uint16_t* keys,
-                   uint32_t* space, uint16_t* scratch, uint16_t* words) {
+// largest: the bits of the largest magnitude of x [frame.numel]. space: COPIES of a histogram, where the table is later; then
+// counts and histogram.
+template <class In>
+void encode_tensor(const In* x, uint32_t largest, const Frame& frame, Tables tables, uint16_t* keys, uint32_t* space,
+                   uint16_t* scratch, uint16_t* words) {
     const uint32_t exponent = exponent_of(largest);
     std::memset(words, 0, frame.words * sizeof *words);
     if (exponent == NOT_FINITE) {
         words[frame.head()] = NOT_FINITE;
         return;
     }
-    Counts* counts = reinterpret_cast<Counts*>(space + 2 * KEYS * COPIES);
-    Histogram* histograms = reinterpret_cast<Histogram*>(counts + frame.contexts);
-    make_histograms(values, frame, exponent, keys, space, counts, histograms);
+    Counts& counts = *reinterpret_cast<Counts*>(space + 2 * KEYS * COPIES);
+    Histogram& histogram = *reinterpret_cast<Histogram*>(&counts + 1);
+    make_histogram(x, frame.numel, exponent, keys, space, counts, histogram);
     for (int sure = 0; sure < 2; ++sure) {  // where the first code comes out too long, the second one cannot
-        Plan plans[MOST_CONTEXTS];
-        int64_t shifts[MOST_CONTEXTS];
-        search(counts, frame, tables, sure, plans);
-        for (int64_t context = 0; context < frame.contexts; ++context)
-            shifts[context] = shift_of(histograms[context], counts[context], plans[context], tables);
-        if (Encoder(KeyCode{keys, plans, frame}, frame, space, scratch, words).write(exponent, shifts)) return;
+        Plan plan;
+        search(counts, frame, tables, sure, plan);
+        const int64_t shift = shift_of(histogram, counts, plan, tables);
+        if (Encoder(KeyCode{keys, &plan, frame}, frame, space, scratch, words).write(exponent, &shift)) return;
         std::memset(words, 0, frame.words * sizeof *words);
     }
 }

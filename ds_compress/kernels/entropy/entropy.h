@@ -14,7 +14,7 @@ constexpr uint32_t LOW_BITS = (1 << SCALE_BITS) - 1;  // of a state
 constexpr int64_t TOTAL = 1 << SCALE_BITS, SURE = 5732, SHIFT_LEAST = -576, SHIFT_MOST = 448;
 constexpr uint32_t START = 1 << 16;
 constexpr float HIGHEST = 255.0f / 128;
-constexpr int64_t NOT_FINITE = 255, HEAD = 2, REACHES = 2, MOST_CONTEXTS = 16, CLASSES = 4, CLASS_BITS = 2;
+constexpr int64_t NOT_FINITE = 255, HEAD = 2, REACHES = 2, CLASSES = 4, CLASS_BITS = 2;
 
 struct Tables {
     const int32_t* first;  // [FINER, REACH + 1]
@@ -22,21 +22,14 @@ struct Tables {
     const int32_t* cost;   // [TOTAL + 1]
 };
 
-// Where the parts of a code are; lanes is 1 to MOST_LANES, contexts 1 to MOST_CONTEXTS.
+// Where the parts of a code are; lanes is 1 to MOST_LANES.
 struct Frame {
-    int64_t numel, words, lanes, length, blocks, contexts, classes;  // classes: tables of each context
-    const int64_t* ends;                                             // [contexts]
+    int64_t numel, words, lanes, length, blocks, classes;  // classes: of the dither, each with a table; 1 without
 
     int64_t sizes() const { return 2 * blocks * lanes; }
     int64_t head() const { return 2 * blocks * (lanes + 1); }
-    int64_t tables() const { return head() + HEAD + REACHES * contexts * classes; }
+    int64_t tables() const { return head() + HEAD + REACHES * classes; }
     int64_t room() const { return words - tables(); }
-    int64_t begin(int64_t context) const { return context ? ends[context - 1] : 0; }
-    int64_t context_of(int64_t value) const {
-        int64_t context = 0;
-        while (ends[context] <= value) ++context;
-        return context;
-    }
     int64_t count(int64_t block) const {
         const int64_t left = numel - block * length;
         return left < length ? left : length;
@@ -80,12 +73,11 @@ inline void add_up(const Histogram& histogram, Counts& counts) {
     }
 }
 
-// The bits of the largest magnitude; of nan, if there is one. SIZE: as above.
-template <int64_t SIZE = 0, class In>
+// The bits of the largest magnitude; of nan, if there is one.
+template <class In>
 inline uint32_t largest_bits(const In* x, int64_t n) {
-    const int64_t count = SIZE ? SIZE : n;
     uint32_t most = 0;
-    for (int64_t i = 0; i < count; ++i) {
+    for (int64_t i = 0; i < n; ++i) {
         const uint32_t bits = as_bits(to_float(x[i])) & MAGNITUDE;
         most = bits > most ? bits : most;
     }
@@ -110,12 +102,12 @@ public:
         }
     }
 
-    // f(place of the first value in the tensor, values, how many) of all runs, once all are copied.
+    // f(values, how many) of all runs, once all are copied.
     template <class F>
     void each_run(const F& f) const {
         const In* from = kept;
         for (int64_t its = 0; its < run; ++its)
-            if (belongs(its)) f(its * RUN, from, end_of(its) - its * RUN), from += RUN;
+            if (belongs(its)) f(from, end_of(its) - its * RUN), from += RUN;
     }
 
     static constexpr int64_t SAMPLED = 8, RUN = 64;
@@ -132,39 +124,16 @@ private:
 
 inline uint32_t exponent_of(uint32_t largest) { return largest >> 23 ? largest >> 23 : 1; }
 
-// The values of a tensor as they lie: what the functions of an encoder take keys from, and a decoder puts values to.
+// The bits of the largest magnitude of a tensor, whose sample is copied meanwhile.
 template <class In>
-struct InTensorOrder {
-    const In* x;
-    int64_t numel;
-
-    uint32_t largest(Sample<In>& sample) const {
-        constexpr int64_t SOME = 4096;
-        uint32_t most = 0;
-        for (int64_t begin = 0; begin < numel; begin += SOME) {
-            const int64_t n = numel - begin < SOME ? numel - begin : SOME;
-            const uint32_t its = largest_bits(x + begin, n);
-            most = its > most ? its : most;
-            sample.copy(begin + n);
-        }
-        return most;
+uint32_t measure(const In* x, int64_t numel, Sample<In>& sample) {
+    constexpr int64_t SOME = 4096;
+    uint32_t most = 0;
+    for (int64_t begin = 0; begin < numel; begin += SOME) {
+        const int64_t n = numel - begin < SOME ? numel - begin : SOME;
+        const uint32_t bits = largest_bits(x + begin, n);
+        most = bits > most ? bits : most;
+        sample.copy(begin + n);
     }
-
-    // The keys of the values that are coded as number begin .. end - 1, a part of a context; parts come in their order.
-    void make(int64_t begin, int64_t end, uint32_t exponent, uint16_t* keys) const {
-        make_keys(x + begin, end - begin, exponent, keys + begin);
-    }
-
-    // The numbers that the `n` values from `place` on are coded as.
-    void find_numbers(int64_t place, int64_t n, int64_t* numbers) const {
-        for (int64_t i = 0; i < n; ++i) numbers[i] = place + i;
-    }
-
-    // f(values, number of the first one, how many): of the same values, those that lie in a row.
-    template <class F>
-    void each_run(int64_t begin, int64_t end, const F& f) const {
-        f(x + begin, begin, end - begin);
-    }
-
-    float at(int64_t value) const { return to_float(x[value]); }
-};
+    return most;
+}

@@ -13,38 +13,29 @@ a time, frequencies that add up to 4096. Values are cut into blocks, and those o
 lanes in turn, one state each. The lanes of a block move in step and share one run of words: they are a vector
 register on a CPU and a warp on a GPU. The decoder ends with each lane at state 2^16.
 
-Contexts. Consecutive values may be cut into contexts if those of one are known to be larger than those of
-another: each has a table of its own, and all have the same step. Contexts begin at multiples of the lanes, so
-that values coded at once have the same table.
-
 Size. The search takes a step whose code fits, see `reference`. The coarsest makes all values 0 and costs
 nothing, so something always fits and the size is constant. It is one row of 16-bit words:
 
     states    2 words per lane of each block: where the decoder starts
     sizes     2 words per block: its words below
     head      exponent (biased as in a float; 255: not finite, nothing follows), j
-    reach     per context: below | above << 8, shift
-    tables    per context: frequencies of -below .. -1, 1 .. above and "beyond"; 0 has what is missing to 4096
+    reach     per table: below | above << 8, shift
+    tables    of each: frequencies of -below .. -1, 1 .. above and "beyond"; 0 has what is missing to 4096
     words     block after block, as the decoder reads them
     ...       zeros
     beyond    key | sign << 15 of each value that is beyond, the first one last
 
 q is decoded to a magnitude of (|q| - shift / 1024) * step: the mean of the values that became this q.
 
-Sorted blocks. Values may be sorted into contexts by the size of the units that they come in. A unit is a run
-of values or a column. Units are ranked by their largest magnitude, of which the exponent and 7 digits count;
-of equals the first one comes first; inf and nan are of one size. The first quarter of them is class 0, and so
-on. Values are coded in this order: units of class 0, then of 1, 2 and 3, those of a class in the order of the
-tensor; then what follows the last whole unit. Contexts begin where classes do, if there are enough words. The
-classes of the units follow the code, 8 to a word, the first one in the lowest bits.
+There is one table, and four in a dithered message if there are enough words.
 
-Subtractive dither. Both sides draw for each value, in the order of the code, v = d / 65536, of 16 bits,
+Subtractive dither. Both sides draw for each value v = d / 65536, of 16 bits,
 as `quantize.grid` draws for one group. A value x becomes q = floor(x / step + v), computed with 16 binary
 digits behind the point, and q is decoded to (q - v + 1/2 - 1/131072) * step. So the error of a value is
 independent of it: uniform within half a step. The scale of a message is 16 times larger than above, so
 that steps can be larger than all values, and j is one of `DITHERED_STEPS`; with j = 0 all values are
-sent, and decoded, as 0. Each context has four tables, if there are enough words, by the two highest bits
-of d: the class of a value. The shift is 0. What is beyond travels as q, an int16. A first step is a bit
+sent, and decoded, as 0. Its four tables are those of the two highest bits of d: the class of a value. The
+shift is 0. What is beyond travels as q, an int16. A first step is a bit
 coarser than the finest one that is expected to fit, by the histogram of the keys, or of a sample of them.
 If the code by what each value became does not fit, the step is made coarser, see `dithered`.
 """
@@ -109,51 +100,14 @@ NOT_FINITE = 255
 HEAD, REACHES = 2, 2
 """Words of the head, and of what each table has behind it."""
 
-MOST_CONTEXTS = 16
 CLASSES, CLASS_BITS = 4, 2
-"""Number of classes of sorted blocks, and of the dither; bits of a class."""
+"""Number of classes of the dither; bits of a class."""
 
 _LANES, _LONGEST = 32, 1 << 16
 _SHARE = 128  # words for each lane, of which its state takes two
 _BLOCK = 8192  # words of a block
-_CONTEXT = 256  # words for each context, of which its table takes some
+_TABLE = 256  # words for each table, of which it takes some itself
 _TINY = 64
-
-
-PER_WORD = 16 // CLASS_BITS
-"""Classes of units in a word."""
-
-RUN = 64
-"""Values of a unit that is a run."""
-
-
-@dataclass(frozen=True)
-class SortedBlocks:
-    """How a tensor is cut into units."""
-
-    count: int
-    """At least CLASSES."""
-
-    size: int
-    """Values of each; RUN if they are runs."""
-
-    columns: bool
-    """Whether the values of a unit lie `count` apart; otherwise they are consecutive."""
-
-    @property
-    def numel(self) -> int:
-        """Values of all units."""
-        return self.count * self.size
-
-    @property
-    def words(self) -> int:
-        """Words that the classes take."""
-        return -(-self.count // PER_WORD)
-
-    @property
-    def cuts(self) -> tuple[int, ...]:
-        """The values at which classes begin, except for the first one; see `CodeLayout`."""
-        return tuple(-(-self.count * number // CLASSES) * self.size for number in range(1, CLASSES))
 
 
 @dataclass(frozen=True)
@@ -162,19 +116,7 @@ class CodeLayout:
 
     numel: int
     words: int
-    cuts: tuple[int, ...] = ()
-    """Values at which further contexts should begin, most important first. If there are few words, the last
-    ones are left out."""
-
     dithered: bool = False
-
-    units: SortedBlocks | None = None
-    """What the values are sorted by, if they are; the words of its classes follow those of the code."""
-
-    @property
-    def all_words(self) -> int:
-        """Words of the code and of the classes of its units."""
-        return self.words + (self.units.words if self.units else 0)
 
     @cached_property
     def lanes(self) -> int:
@@ -196,21 +138,10 @@ class CodeLayout:
         """Values of a lane."""
         return self.length // self.lanes
 
-    @cached_property
-    def ends(self) -> tuple[int, ...]:
-        """Per context the value behind its last one; a multiple of `lanes`, except for the last context."""
-        most = min(MOST_CONTEXTS, max(1, self.words // (_CONTEXT * self.classes)))
-        begins = {cut // self.lanes * self.lanes for cut in self.cuts[: most - 1]}
-        return (*sorted(begins - {0}), self.numel)
-
-    @property
-    def contexts(self) -> int:
-        return len(self.ends)
-
     @property
     def classes(self) -> int:
-        """Classes of the dither, each of which has a table in each context."""
-        return CLASSES if self.dithered and self.words >= CLASSES * _CONTEXT else 1
+        """Classes of the dither, each of which has a table; 1 without them."""
+        return CLASSES if self.dithered and self.words >= CLASSES * _TABLE else 1
 
     @property
     def is_sampled(self) -> bool:
@@ -224,7 +155,7 @@ class CodeLayout:
     @property
     def tables(self) -> int:
         """Where the tables begin."""
-        return self.head + HEAD + REACHES * self.contexts * self.classes
+        return self.head + HEAD + REACHES * self.classes
 
     @property
     def capacity(self) -> int:
@@ -233,25 +164,14 @@ class CodeLayout:
 
 
 @lru_cache(maxsize=1024)
-def frame_of(
-    numel: int,
-    bits: float,
-    cuts: tuple[int, ...] = (),
-    dithered: bool = False,
-    units: SortedBlocks | None = None,
-) -> CodeLayout:
+def frame_of(numel: int, bits: float, dithered: bool = False) -> CodeLayout:
     """Return the frame of a tensor; few values have 2 bytes each and 32 for all.
 
     Args:
         numel: above 0.
         bits: of each value, at least 0.1.
-        cuts: see `CodeLayout`; each is below `numel`.
-        units: see `CodeLayout`; contexts begin where their classes do, and `cuts` are not used.
     """
-    words = max(min(numel, _TINY) + 16, int(numel * bits / 16))
-    if units is None:
-        return CodeLayout(numel, words, cuts, dithered)
-    return CodeLayout(numel, words - units.words, units.cuts, dithered, units)
+    return CodeLayout(numel, max(min(numel, _TINY) + 16, int(numel * bits / 16)), dithered)
 
 
 @dataclass(frozen=True)

@@ -70,9 +70,9 @@ def rans_decode(
     exists = _dealt(torch.ones(frame.numel, dtype=torch.bool, device=device), frame, fill=0)
     symbols = torch.empty(exists.shape, dtype=torch.int16, device=device)
     state, place, last = states, places.unsqueeze(1), len(words) - 1
-    tables = frame.classes * contexts_of(frame, device).view(frame.blocks, frame.steps, 1)
-    if classes is not None:
-        tables = tables + _dealt(classes, frame, fill=0)
+    if classes is None:
+        classes = torch.zeros(frame.numel, dtype=torch.int64, device=device)
+    tables = _dealt(classes, frame, fill=0)
     for step in range(frame.steps):
         there, slot = exists[:, step], (state & (TOTAL - 1)) + TOTAL * tables[:, step]
         symbols[:, step] = symbol_of[slot]
@@ -94,14 +94,6 @@ def slots(frequencies: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     starts = each.cumsum(0) - each
     offset_of = torch.arange(size, dtype=torch.int64, device=each.device) - starts[symbol_of]
     return symbol_of, each[symbol_of], offset_of
-
-
-def contexts_of(frame: CodeLayout, device: torch.device) -> Tensor:
-    """Return the context of the values of each step, int64 [blocks * steps]."""
-    found = torch.zeros(frame.blocks * frame.steps, dtype=torch.int64, device=device)
-    for end in frame.ends[:-1]:
-        found[end // frame.lanes :] += 1
-    return found
 
 
 def _dealt(values: Tensor, frame: CodeLayout, fill: int) -> Tensor:

@@ -18,19 +18,14 @@ from ds_compress.kernels.entropy.code_plan import (
 )
 from ds_compress.kernels.entropy.dithered import decode_dithered, encode_dithered, sample_weights
 from ds_compress.kernels.entropy.format import (
-    CLASS_BITS,
-    CLASSES,
     HIGHEST,
     KEY_SHIFT,
     KEYS,
     LOWEST,
     NOT_FINITE,
     PER_OCTAVE,
-    PER_WORD,
     SHIFT_BITS,
-    SYMBOLS,
     CodeLayout,
-    SortedBlocks,
     tables,
 )
 from ds_compress.kernels.entropy.rans import Coder, rans_decode, rans_encode
@@ -46,26 +41,21 @@ class EntropyCoding:
         self._coder = coder
 
     def encode_entropy(self, x: Tensor, frame: CodeLayout, dither: int | None = None) -> Tensor:
-        """Return the words, int16 [frame.all_words], of `x`, [frame.numel] of any float dtype.
+        """Return the words, int16 [frame.words], of `x`, [frame.numel] of any float dtype.
 
         Args:
             dither: 64 bits, the key of the dither, if `frame` is dithered.
         """
-        weights = None if dither is None else sample_weights(frame, x.device)
-        if frame.units is not None:
-            classes = _classes_of(x, frame.units)
-            x = _sorted(x, frame.units, classes)
-            weights = None if weights is None else _sorted(weights, frame.units, classes)
         bits = x.float().view(torch.int32)
         exponent = exponent_of(bits)
-        if dither is None or weights is None:
+        if dither is None:
             words = _encode_nearest(self._coder, bits, exponent, frame)
         else:
+            weights = sample_weights(frame, x.device)
             words = encode_dithered(self._coder, bits, exponent, frame, dither, weights)
         overflow = torch.zeros_like(words)
         overflow[frame.head] = NOT_FINITE
-        words = torch.where(exponent == NOT_FINITE, overflow, words)
-        return words if frame.units is None else torch.cat([words, _packed(classes)])
+        return torch.where(exponent == NOT_FINITE, overflow, words)
 
     def decode_entropy(
         self, words: Tensor, frame: CodeLayout, dtype: torch.dtype, dither: int | None = None
@@ -77,9 +67,8 @@ class EntropyCoding:
 
         Returns:
             The values, [frame.numel] of `dtype`; and whether `words` are a possible code, a bool of one
-            element. If not, all values are nan. Any classes are a possible order of the units.
+            element. If not, all values are nan.
         """
-        words, classes = words.split([frame.words, frame.all_words - frame.words])
         if dither is None:
             read = read_words(self._coder, words, frame)
             key = read.escapes & 0x7FFF
@@ -95,16 +84,13 @@ class EntropyCoding:
         value = value * (read.exponent.clamp(1, NOT_FINITE - 1).int() << 23).view(torch.float32)
         if dtype == torch.float16:
             value = value.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
-        value = torch.where(valid & finite, value, torch.nan).to(dtype)
-        if frame.units is not None:
-            value = _placed(value, frame.units, _unpacked(classes, frame.units.count))
-        return value, valid | ~finite
+        return torch.where(valid & finite, value, torch.nan).to(dtype), valid | ~finite
 
 
 def _encode_nearest(coder: Coder, bits: Tensor, exponent: Tensor, frame: CodeLayout) -> Tensor:
-    keys = keys_of(bits, exponent, frame)
-    histogram = histogram_of(keys, frame, torch.ones_like(keys))
-    escapes = keys % KEYS + (keys // KEYS % 2 << 15)
+    keys = keys_of(bits, exponent)
+    histogram = histogram_of(keys, torch.ones_like(keys))
+    escapes = keys % KEYS + (keys // KEYS << 15)
 
     def write(sure: bool) -> tuple[Tensor, Tensor]:
         chosen = search(histogram, frame, sure)
@@ -118,15 +104,13 @@ def _encode_nearest(coder: Coder, bits: Tensor, exponent: Tensor, frame: CodeLay
 
 
 def _symbol_of(chosen: CodePlan) -> Tensor:
-    """Return the symbol of each key, of positive and of negative values, int64 [contexts * 2 * KEYS]; each
-    context adds SYMBOLS to those of the one before."""
-    above, below = chosen.reach.unsqueeze(2).unbind(1)
+    """Return the symbol of each key, of positive and of negative values, int64 [2 * KEYS]."""
+    above, below = chosen.reach[0]
     keys = torch.arange(KEYS, dtype=torch.int64, device=above.device)
     q = torch.searchsorted(first_keys(chosen.step, tables(above.device)), keys, right=True)
     positive = torch.where(q <= above, below + q, above + below + 1)
     negative = torch.where(q <= below, below - q, above + below + 1)
-    context = torch.arange(len(above), dtype=torch.int64, device=above.device).unsqueeze(1)
-    return (torch.cat([positive, negative], dim=1) + SYMBOLS * context).flatten()
+    return torch.cat([positive, negative])
 
 
 def _middle(key: Tensor, negative: Tensor) -> Tensor:
@@ -137,60 +121,10 @@ def _middle(key: Tensor, negative: Tensor) -> Tensor:
 
 
 def _values(q: Tensor, step: Tensor, shift: Tensor) -> Tensor:
-    """Return the value of each q, fp32 [contexts, SYMBOLS], in units of the exponent."""
+    """Return the value of each q, fp32 [tables, SYMBOLS], in units of the exponent."""
     distance = ((q.abs() << SHIFT_BITS) - shift.unsqueeze(1)).clamp(min=0)
     size = (distance.float() * 2.0**-SHIFT_BITS * at(tables(q.device).step, step)).clamp(max=HIGHEST)
     return size * q.sign()
-
-
-def _classes_of(x: Tensor, units: SortedBlocks) -> Tensor:
-    """Return the class of each unit of `x`, int64 [units]."""
-    largest = _as_units(x[: units.numel], units).abs().amax(1).float()  # exact, in whatever order
-    largest = torch.where(largest.isnan(), torch.inf, largest)
-    rank = (largest.view(torch.int32) >> 16).short().argsort(descending=True, stable=True)
-    number = torch.arange(units.count, dtype=torch.int64, device=x.device)
-    return torch.empty_like(rank).scatter_(0, rank, number * CLASSES // units.count)
-
-
-def _sorted(x: Tensor, units: SortedBlocks, classes: Tensor) -> Tensor:
-    """Return the values of `x` in the order of their units."""
-    whole = _as_units(x[: units.numel], units)[_order(classes)]
-    return torch.cat([whole.reshape(-1), x[units.numel :]])
-
-
-def _placed(values: Tensor, units: SortedBlocks, classes: Tensor) -> Tensor:
-    """Invert `_sorted`."""
-    placed = values.clone()
-    whole = values[: units.numel].view(units.count, units.size)
-    _as_units(placed[: units.numel], units)[_order(classes)] = whole
-    return placed
-
-
-def _as_units(values: Tensor, units: SortedBlocks) -> Tensor:
-    """Return a view of all units, [count, size]."""
-    if units.columns:
-        return values.view(units.size, units.count).T
-    return values.view(units.count, units.size)
-
-
-def _order(classes: Tensor) -> Tensor:
-    """Return the order of the units, int64 [units]: those of class 0 first, and so on."""
-    return classes.to(torch.uint8).argsort(stable=True)
-
-
-def _packed(classes: Tensor) -> Tensor:
-    """Return int16 words of PER_WORD classes each."""
-    filled = torch.nn.functional.pad(classes, (0, -len(classes) % PER_WORD)).view(-1, PER_WORD)
-    return (filled << _shifts(classes.device)).sum(1).to(torch.int16)
-
-
-def _unpacked(words: Tensor, units: int) -> Tensor:
-    """Return the classes, int32 [units]."""
-    return (words.int().unsqueeze(1) >> _shifts(words.device) & CLASSES - 1).view(-1)[:units]
-
-
-def _shifts(device: torch.device) -> Tensor:
-    return torch.arange(0, 16, CLASS_BITS, dtype=torch.int32, device=device)
 
 
 _coding = EntropyCoding(Coder(rans_encode, rans_decode))

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ds_compress.kernels.entropy.format import SCALE_BITS, START, CodeLayout
-from ds_compress.kernels.entropy.rans import Coded, Coder, contexts_of, slots
+from ds_compress.kernels.entropy.rans import Coded, Coder, slots
 from ds_compress.kernels.entropy.reference import EntropyCoding
 
 __all__ = ["decode_entropy", "encode_entropy"]
@@ -61,7 +61,6 @@ def rans_decode(
             symbol_of,
             size_of,
             offset_of,
-            frame.classes * contexts_of(frame, words.device),
             classes,
             symbols,
             left,
@@ -119,7 +118,6 @@ def _decode(
     symbol_of,
     size_of,
     offset_of,
-    contexts,
     classes,
     symbols,
     left,
@@ -137,10 +135,9 @@ def _decode(
     for step in range(steps):
         value = (block * steps + step) * LANES + lane
         exists = value < numel
-        table = tl.load(contexts + block * steps + step)
+        slot = state & ((1 << SCALE_BITS) - 1)
         if classes is not None:
-            table += tl.load(classes + value, mask=exists, other=0)
-        slot = (state & ((1 << SCALE_BITS) - 1)) + (table << SCALE_BITS)
+            slot += tl.load(classes + value, mask=exists, other=0) << SCALE_BITS
         tl.store(symbols + value, tl.load(symbol_of + slot).to(tl.int16), mask=exists)
         fed = tl.load(size_of + slot) * (state >> SCALE_BITS) + tl.load(offset_of + slot)
         state = tl.where(exists, fed, state)

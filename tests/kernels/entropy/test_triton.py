@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.kernels.backends import reference
-from ds_compress.kernels.entropy.format import RUN, CodeLayout, SortedBlocks, frame_of
+from ds_compress.kernels.entropy.format import CodeLayout, frame_of
 from tests.support.codecs import assert_same_bits
 from tests.support.triton import EXAMPLES, SPECIAL, fused, launched, need_device
 
@@ -20,40 +20,26 @@ need_device()
     bits=st.floats(0.1, 6),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     spread=st.integers(0, 6),
-    cuts=st.lists(st.floats(0, 0.99), max_size=3),
     seed=st.integers(0, 99),
     special=st.sampled_from((None, None, *SPECIAL)),
     dither=st.none() | st.integers(0, 2**64 - 1),
 )
 @settings(max_examples=EXAMPLES // 2, deadline=None)
-@patch("ds_compress.kernels.entropy.format._CONTEXT", 24)
+@patch("ds_compress.kernels.entropy.format._TABLE", 24)
 @patch("ds_compress.kernels.entropy.format.SAMPLED_NUMEL", 300)
-def test_equals_the_reference(n, bits, dtype, spread, cuts, seed, special, dither):
+def test_equals_the_reference(n, bits, dtype, spread, seed, special, dither):
     generator = torch.Generator().manual_seed(seed)
     x = (torch.randn(n, generator=generator) * torch.exp2(spread * torch.randn(n, generator=generator))).to(
         dtype
     )
     if special is not None:
         x[seed % n] = special
-    frame = CodeLayout(n, frame_of(n, bits).words, tuple(int(cut * n) for cut in cuts), dither is not None)
+    frame = CodeLayout(n, frame_of(n, bits).words, dither is not None)
     code = reference.encode_entropy(x, frame, dither)
     assert torch.equal(launched(fused.encode_entropy, x, frame, dither), code)
     for words in (code, code ^ (torch.arange(frame.words) == seed % frame.words).short()):
         ours = launched(fused.decode_entropy, words, frame, torch.float32, dither)
         assert_same_bits(ours, reference.decode_entropy(words, frame, torch.float32, dither))
-
-
-@pytest.mark.parametrize("dither", [None, 99])
-@pytest.mark.parametrize("units", [SortedBlocks(20, RUN, False), SortedBlocks(48, 27, True)], ids=str)
-def test_sorted_units_equal_the_reference(units, dither):
-    n = 1296
-    x = torch.randn(n, generator=torch.Generator().manual_seed(0)).view(-1, 48)
-    x = (x * torch.exp2(torch.arange(48) % 5)).flatten()
-    frame = frame_of(n, 3, dithered=dither is not None, units=units)
-    words = reference.encode_entropy(x, frame, dither)
-    assert torch.equal(launched(fused.encode_entropy, x, frame, dither), words)
-    ours = launched(fused.decode_entropy, words, frame, torch.float32, dither)
-    assert_same_bits(ours, reference.decode_entropy(words, frame, torch.float32, dither))
 
 
 @pytest.mark.parametrize("n, bits", [(3000, 6), (8200, 6)])
@@ -64,8 +50,8 @@ def test_several_lanes_and_blocks(n, bits):
         smaller.setattr("ds_compress.kernels.entropy.format._SHARE", 32)
         frame_of.cache_clear()
         x = torch.randn(n, generator=torch.Generator().manual_seed(n))
-        frame = frame_of(n, bits, (n // 2, n // 3))
-        assert frame.contexts == 3 and frame.lanes == 32 and frame.blocks == frame.words // 1000
+        frame = frame_of(n, bits)
+        assert frame.lanes == 32 and frame.blocks == frame.words // 1000
         code = reference.encode_entropy(x, frame)
         assert torch.equal(launched(fused.encode_entropy, x, frame), code)
         ours = launched(fused.decode_entropy, code, frame, torch.bfloat16)
