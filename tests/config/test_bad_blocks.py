@@ -97,7 +97,7 @@ BAD = [
         "forward.feedback",
         aqsgd(offload={"device": "nvme"}),
         ".offload.device: 'nvme'",
-        "(removed: use 'cpu', ",
+        "(removed: use 'cpu')",
     ),
     ("forward.feedback", aqsgd(first="none"), ".first: unknown key, now 'first_visit'; allowed: scope, ", ""),
     ("mirror_check", 5, ": unknown key, now 'state_check_every'; allowed: enabled, ", ""),
