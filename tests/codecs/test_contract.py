@@ -157,7 +157,7 @@ BROKEN = {
     DataDependent: "encode makes (((1,), torch.bfloat16),), layout says (((), torch.bfloat16),), at float",
     KeepsView: "keeps a view of the packet, whose memory is used again, at float32 []",
     KeepsViewInside: "keeps a view of the packet, whose memory is used again, at float32 []",
-    WritesMemory: "modifies an entry of ctx.memory instead of replacing it, at float32 []",
+    WritesMemory: "modifies an entry of ctx.memory instead of replacing it, at float32 [3, 5]",
     StridedMemory: "leaves an entry in ctx.memory that is not contiguous, at float32 []",
     Attributes: "decode raised AttributeError: 'Tensor' object has no attribute 'dtype_sent', at float32 []",
 }
