@@ -69,6 +69,23 @@ _decode = Function(
     words=_WORDS,
 )
 
+_ROWS: dict[str, Any] = {
+    "values": Buffer((*FLOATS,), ("rows", "width"), dtype_from="bf16"),
+    "bf16": FLAG,
+    "rows": SIZE,
+    "width": SIZE,
+}
+_SHIFTS = Buffer((torch.int8,), ("rows",))
+_shift = Function(
+    *("rows", "shift_rows"),
+    **_ROWS,
+    tolerance=range(1 << 8),
+    shifts=_SHIFTS,
+    levels=Buffer((torch.int32,), (2, "rows")),
+    shifted=Buffer((*FLOATS,), ("rows", "width"), dtype_from="bf16"),
+)
+_unshift = Function(*("rows", "unshift_rows"), **_ROWS, shifts=_SHIFTS)
+
 
 class EntropyPlan:
     """Calls for messages of one frame, fp32 or bf16."""
@@ -132,3 +149,22 @@ def decode_entropy(
     if dtype == torch.float16:
         values.clamp_(torch.finfo(dtype).min, torch.finfo(dtype).max)
     return values.to(dtype), torch.tensor(bool(is_valid), dtype=torch.bool, device="cpu")
+
+
+def shift_rows(x: Tensor, tolerance: int) -> tuple[Tensor, Tensor]:
+    if not native.serves(x.numel()):
+        return reference.shift_rows(x, tolerance)
+    values, (rows, width) = (x if x.dtype in FLOATS else x.float()).contiguous(), x.shape
+    shifts = torch.empty(rows, dtype=torch.int8, device="cpu")
+    levels = scratch("entropy.levels", (2, rows), torch.int32)
+    shifted = scratch("entropy.rows", (rows, width), values.dtype)
+    call = _shift.bind(bf16=values.dtype == torch.bfloat16, rows=rows, width=width, tolerance=tolerance)
+    return (shifted if call(values, shifts, levels, shifted) else values), shifts
+
+
+def unshift_rows(y: Tensor, shifts: Tensor) -> Tensor:
+    if y.dtype not in FLOATS or not native.serves(y.numel()):
+        return reference.unshift_rows(y, shifts)
+    rows, width = y.shape
+    _unshift.bind(bf16=y.dtype == torch.bfloat16, rows=rows, width=width)(y, shifts.contiguous())
+    return y

@@ -29,9 +29,10 @@ from ds_compress.kernels.entropy.format import (
     tables,
 )
 from ds_compress.kernels.entropy.rans import Coder, rans_decode, rans_encode
+from ds_compress.kernels.entropy.rows import shift_rows, unshift_rows
 from ds_compress.kernels.entropy.words import read_words, write_words
 
-__all__ = ["decode_entropy", "encode_entropy"]
+__all__ = ["decode_entropy", "encode_entropy", "shift_rows", "unshift_rows"]
 
 
 class EntropyCoding:

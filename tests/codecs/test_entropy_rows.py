@@ -1,0 +1,92 @@
+"""Codec entropy: no row of a message is lost because others are larger, and rows of zeros stay zeros."""
+
+import pytest
+import torch
+
+from ds_compress.codec import Context, TensorSpec, build
+from ds_compress.kernels.backends import cpu, reference
+from tests.support.codecs import assert_same_bits, roundtrip
+from tests.support.kernels import EACH_TARGET, compiled_for
+
+NEAREST = {"name": "entropy", "bits": 2.5}
+DITHER = {"name": "entropy", "bits": 2, "rounding": "dither"}
+BOTH = pytest.mark.parametrize("codec", [NEAREST, DITHER], ids=["nearest", "dither"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+
+
+def rows(count, width, seed=0):
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
+
+
+def errors_of_rows(x, y):
+    return (x.double() - y.double()).norm(dim=1) / x.double().norm(dim=1)
+
+
+@BOTH
+@DTYPES
+@pytest.mark.parametrize("shape", [(64, 256), (4, 16, 256)])
+def test_rows_of_zeros_stay_zeros(codec, dtype, shape):
+    """The last token of each sequence has no gradient. Dither sent half a step of noise in its place, and
+    Adam makes full steps of noise."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[::2] = 0
+    y = roundtrip(codec, x)
+    assert y.any() and not y[x == 0].any()
+
+
+@BOTH
+@pytest.mark.parametrize("factor", [2.0**-4, 2.0**-20, 2.0**-60])
+def test_a_small_row_is_coded_as_finely_as_the_others(codec, factor):
+    """A row 15 times smaller than the median became zeros; an RMSNorm behind it made gradients explode."""
+    x = rows(64, 512)
+    x[7] *= factor
+    errors = errors_of_rows(x, roundtrip(codec, x))
+    assert errors[7] < 1.5 * errors.median()
+
+
+@BOTH
+def test_one_huge_row_leaves_the_others_alone(codec):
+    """One gradient 100,000 times as large as the others took all levels of the quantizer."""
+    x = rows(64, 512)
+    usual = errors_of_rows(x, roundtrip(codec, x)).median()
+    x[7] *= 1e5
+    errors = errors_of_rows(x, roundtrip(codec, x))
+    assert errors.median() < 1.2 * usual and errors[7] < usual
+
+
+@BOTH
+def test_a_message_of_two_magnitudes_keeps_both(codec):
+    """Half of the rows are a million times larger: no step suits both."""
+    x = rows(64, 512)
+    x[::2] *= 1e6
+    errors = errors_of_rows(x, roundtrip(codec, x))
+    assert errors.max() < 1
+
+
+@BOTH
+def test_shifts_belong_to_the_declared_size(codec):
+    for shape in ((64, 512), (8, 8, 96), (100, 3), (32, 3, 8, 8), (4096,)):
+        x = torch.randn(shape)
+        layout = build(codec).layout(TensorSpec.of(x))
+        size = sum(torch.Size(part).numel() * dtype.itemsize for part, dtype in layout)
+        declared = max(2 * (min(x.numel(), 64) + 16), x.numel() * codec["bits"] / 8)
+        assert declared - 4 <= size <= declared
+        assert [part.shape for part in build(codec).encode(x, Context())] == [shape for shape, _ in layout]
+
+
+@EACH_TARGET
+@DTYPES
+@pytest.mark.parametrize("tolerance", [0, 2])
+def test_both_backends_shift_alike(target, dtype, tolerance):
+    x = rows(97, 77) * torch.exp2(torch.randint(-12, 12, (97, 1)).float())
+    x[3], x[50, 8], x[51, 9] = 0, torch.inf, torch.nan
+    with compiled_for(target):
+        for part in (x, x[:40], x[3:5], torch.zeros(4, 77), rows(9, 77)):
+            part = part.to(dtype)
+            ours, theirs = cpu.shift_rows(part, tolerance), reference.shift_rows(part, tolerance)
+            assert_same_bits(ours, theirs)
+            for shifts in (ours[1], torch.arange(-128, 128)[: 3 * len(part) : 3].to(torch.int8)):
+                values = (ours[0][: len(shifts)].to(dtype).clone() for _ in range(2))
+                assert_same_bits(
+                    [cpu.unshift_rows(next(values), shifts)], [reference.unshift_rows(next(values), shifts)]
+                )
