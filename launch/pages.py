@@ -41,7 +41,7 @@ RECIPES = {
     "balanced": "3.3 bits forward, 2 back",
     "aggressive": "2.5 bits forward, 1.5 back",
     "quant4": "4 bits, Hadamard",
-    "auto": "the fastest within an error budget, here `quantize` 6 and `entropy` 2 dither at depth 2",
+    "auto": "the fastest within an error budget; release 0.3, measured here, chose 6 and 2 bits at depth 2",
 }
 BETWEEN_REPLICAS = "replicas4-ef"
 BASELINE = "stock"
@@ -187,10 +187,8 @@ def recipes_table() -> str:
 - **Step time**: 1.00 is the step of DeepSpeed alone on an unlimited link.
 - **Loss**: the rise of the held-out loss, evaluated without compression / with it, on the worst of three
   language models, means over seeds (`quant4`: one run; `replicas`: two models). Settings were chosen on one.
-- **Promised loss**: upper bound of the same two numbers (evaluated without / with compression). Every
-  model tested stayed below it.
-- **Empty**: not measured, or no promise. `safe`, `balanced` and `aggressive` send other settings than in
-  release 0.3, and have not been measured since."""
+- **Promised loss**: upper bound of the same two numbers. Every model tested stayed below it.
+- **Empty**: no promise, or not measured: `safe`, `balanced`, `aggressive` have changed since release 0.3."""
 
 
 def worst_of(costs: Sequence[Cost], kind: str) -> str:

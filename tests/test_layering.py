@@ -14,7 +14,7 @@ PACKAGE = ROOT / "ds_compress"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 SOURCES = sorted(
     path
-    for folder in ("ds_compress", "tests", "launch")
+    for folder in ("ds_compress", "examples", "tests", "launch")
     for path in (ROOT / folder).rglob("*")
     if path.suffix in (".py", ".cpp", ".h")
 )
@@ -149,6 +149,14 @@ def test_files_are_short():
 def test_every_package_has_its_place():
     """A module at the top counts as one."""
     assert {top(path) for path in MODULES} == set(PACKAGES)
+
+
+def test_the_page_lists_the_packages_in_this_order():
+    """It once had `testing` and `simulate` in other places, and let the commands import wandb."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = page.partition("## The packages")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert [name for row in rows for name in re.findall(r"`(\w+)/?`", row)] == PACKAGES
 
 
 def qualified_classes(tree: ast.AST, owner: str = ""):

@@ -13,8 +13,8 @@ from ds_compress.errors import CompressionError
 
 @register("lossless")
 class Lossless(Codec, VariableSizePayload):
-    """Exact, about 1.5 times smaller for bf16 and 1.2 times for fp32: zstd over the bytes sorted by their
-    place.
+    """Exact: bf16 activations of a pretrained model (SmolLM2) become 1.43 to 1.45 times smaller, fp32 normal
+    values 1.2 times. zstd over the bytes sorted by their place.
 
     All bits survive, those of nan and of -0.0 too. The first bytes of all numbers, then the second ones, ...
     : the bytes with sign and exponent repeat, and zstd finds nothing in the others and copies them. On the

@@ -3,8 +3,8 @@
 One thread, encode + decode of tensors of 16 KiB to 128 MiB, medians of the thread's CPU time, GB/s of input.
 bits counts what would have to travel, scales and indices included. Ours write into memory that is there, as
 into a packet. A peer is "AHEAD" if it is faster than a codec of ours at as few bits and as small an error,
-and no other codec of ours does the same to it: there should be none, at any size. The libraries have an
-environment of their own, as hivemind needs numpy < 2.4.
+and no other codec of ours does the same to it: there should be none, at any size, except OpenZL, which is
+ahead of `lossless`. The libraries have an environment of their own, as hivemind needs numpy < 2.4.
 
 DS_COMPRESS_CPU=x86-64-v3 runs our codecs as a processor without AVX-512 would; with ATEN_CPU_CAPABILITY=avx2
 torch does so too.

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import bitsandbytes.functional as bnb
+import openzl.ext as openzl
 import torch
 import zstandard
 from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
@@ -21,7 +22,7 @@ from ds_compress.cli.bench import contexts
 from ds_compress.codec import TensorSpec, build
 from ds_compress.codecs.mixins import VariableSizePayload
 
-PACKAGES = ("torch", "torchao", "bitsandbytes", "hivemind", "zstandard", "numpy")
+PACKAGES = ("torch", "torchao", "bitsandbytes", "hivemind", "openzl", "zstandard", "numpy")
 OURS = (
     {"name": "bf16"},
     {"name": "fp8"},
@@ -139,6 +140,7 @@ def peers(x: Tensor) -> list[Method]:
             lambda data: torch.frombuffer(bytearray(zstandard.decompress(data)), dtype=dtype).view(shape),
             len,
         ),
+        Method("OpenZL, exponents coded", *openzl_lossless(x), len),
     ]
     for name in ("BLOCKWISE_8BIT", "UNIFORM_8BIT", "QUANTILE_8BIT"):
         compression = CompressionType.Value(name)
@@ -193,6 +195,30 @@ def from_acsgd(parts: tuple[Tensor, Tensor], bits: int, dtype: torch.dtype) -> T
     half = 2 ** (bits - 1)
     codes = torch.cat([(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)], dim=-1)
     return (codes.to(dtype) - half) / half * scale.to(dtype)
+
+
+def openzl_lossless(x: Tensor) -> tuple[Callable[[Tensor], bytes], Callable[[bytes], Tensor]]:
+    """Entropy-code exponents; copy signs and fractions, in which there is nothing to find."""
+    is_bf16 = x.dtype == torch.bfloat16
+    nodes, graphs = openzl.nodes, openzl.graphs
+    split = nodes.BFloat16Deconstruct() if is_bf16 else nodes.Float32Deconstruct()
+    integers = torch.int16 if is_bf16 else torch.int32
+    compressor = openzl.Compressor()
+    compressor.set_parameter(openzl.CParam.FormatVersion, openzl.MAX_FORMAT_VERSION)
+    graph = split(compressor, sign_frac=graphs.Store(), exponent=graphs.Entropy())
+    compressor.select_starting_graph(graph)
+
+    def encode(x: Tensor) -> bytes:
+        context = openzl.CCtx()
+        context.ref_compressor(compressor)
+        return context.compress([openzl.Input(openzl.Type.Numeric, x.view(integers).numpy().ravel())])
+
+    def decode(frame: bytes) -> Tensor:
+        (output,) = openzl.DCtx().decompress(frame)
+        values = output.content.as_nparray().copy()  # the memory is the output's
+        return torch.from_numpy(values).view(x.dtype).view(x.shape)
+
+    return encode, decode
 
 
 def torchao_int8(

@@ -38,6 +38,8 @@ A row holds the block, the sizes, the seed, the processor and the releases that 
   [Evidence](evidence.md) compares costs.
 - Preset `revisits` is `cpu` with six epochs of the language task instead of four: AQ-SGD sends changes
   of samples that come back.
+- Rows with `dither` in their name up to release 0.3 were made with earlier random draws
+  ([Evidence](evidence.md)).
 - ± is half of what lies between the largest and the smallest seed. A row of one seed carries no claim.
 """
 

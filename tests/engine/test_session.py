@@ -1,19 +1,28 @@
 """What ds_compress puts on DeepSpeed's engine: one attribute, whose parts know nothing of each other."""
 
+import re
 import types
 
+import pytest
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 import ds_compress  # noqa: F401  (hooks the engine)
+from ds_compress.config.replicas import STORE
 from ds_compress.engine.mixin import CompressedEngine
 from ds_compress.engine.session import Session
+from tests.support.launch_scripts import ROOT
 from tests.support.pipeline import batches, build, ds_config
 from tests.support.ranks import run_ranks
+from tests.support.replicas import wide_layers
 
 PARTS = ("monitor", "guard", "policy", "depth", "replica_check", "watchdog")
 SHARED = ("stage", "config")
 """What parts may know of: the traffic that they watch, and the settings in force."""
 
+HOLDERS = ("gradients", "outer", "reconfigurator", "checkpointer")
+"""What holds the engine, because it calls it; docs/architecture.md names them."""
+
+REPLICAS = {"codec": {"name": "quantize", "bits": 4}, "feedback": "ef"}
 EVERYTHING = {
     "forward": {"codec": {"name": "topk", "density": 0.5}, "feedback": "ef21"},
     "backward": {"codec": {"name": "topk", "density": 0.5}},
@@ -50,6 +59,14 @@ def reached(start, stops):
     return found
 
 
+def holders(engine):
+    """What of a session reaches the engine."""
+    session = engine.ds_compress
+    others = "engine", "replicas"  # the second is `gradients` or `outer`
+    parts = {name: part for name, part in vars(session).items() if name not in others}
+    return {name for name, part in parts.items() if id(engine) in reached(part, [])}
+
+
 def looked_at(block):
     """Our attributes of an engine and of its class, and which part reaches which other object."""
     stock, engine, data = build(2, ds_config()), build(2, ds_config(block)), batches()
@@ -65,15 +82,34 @@ def looked_at(block):
         found = reached(owned[name], shared)
         known += [(name, other) for other in owned if other != name and id(owned[other]) in found]
     mro = [each.__name__ for each in type(engine).__mro__]
-    return ours, known, mro[: mro.index("PipelineEngine")]
+    return ours, known, mro[: mro.index("PipelineEngine")], holders(engine)
 
 
 def test_one_attribute_and_parts_apart():
     """Once eleven private attributes: the guard reached into the reconfiguration, and that one back."""
-    for ours, known, classes in run_ranks(2, looked_at, EVERYTHING):
+    for ours, known, classes, held in run_ranks(2, looked_at, EVERYTHING):
         assert ours == [["ds_compress"]] * 3
         assert known == []
         assert classes == ["CompressedPipelineEngine", "CompressedEngine"]
+        assert held == {"reconfigurator", "checkpointer"}
+
+
+def held_between_replicas(changes, replicas):
+    block = {"replicas": {**REPLICAS, **changes}}
+    return holders(build(1, ds_config(block, replicas=replicas), wide_layers()))
+
+
+@pytest.mark.parametrize(
+    "name, changes, replicas", [("gradients", {}, 2), ("outer", {"every": 9, "outer": {}}, 1)]
+)
+def test_four_parts_hold_the_engine(name, changes, replicas, monkeypatch):
+    """They call it to average, change settings and save: docs/architecture.md said that no part does."""
+    monkeypatch.setenv(STORE, "127.0.0.1:9")  # is not connected to before the first step
+    for held in run_ranks(replicas, held_between_replicas, changes, replicas):
+        assert held == {name, "reconfigurator", "checkpointer"}
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    named = re.search(r"Four others hold the engine[^:]*: (.*?)\.", page, re.DOTALL).group(1)
+    assert re.findall(r"`(\w+)`", named) == list(HOLDERS)
 
 
 def test_the_mixin_adds_one_name_to_the_class():
