@@ -53,6 +53,8 @@ class ChangedSettings(Options):
     adopted: dict[str, Any]
     """Settings in force beside the written block, as "boundaries" of a block."""
     policy: PolicyRecord
+    guard: dict[str, float | None] = {}
+    """What the guard remembers: the first loss of training."""
     replica_policy: dict[str, Any] = {}
     """What the policy between replicas has decided; empty: there is none."""
 
