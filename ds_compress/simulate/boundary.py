@@ -146,7 +146,8 @@ class MeanError:
 
     def __init__(self) -> None:
         self._messages = 0
-        self._total: Tensor = torch.zeros(())  # on the device of the messages: adding does not wait
+        # on the device of the messages after the first: adding does not wait
+        self._total: Tensor = torch.zeros((), dtype=torch.float64, device="cpu")
 
     def add(self, pairs: Pairs) -> None:
         """Add a message."""

@@ -408,7 +408,7 @@ BREAKS = {
     "sender's values": lambda: on_rank(1, meters.SendingMeter, "values"),
     "receiver's values": lambda: on_rank(0, meters.ReceivingMeter, "values"),
     "stamps": lambda: on_rank(1, meters.ReceivingMeter, "stamps"),
-    "comparison": lambda: on_rank(1, meters, "norms"),
+    "comparison": lambda: on_rank(1, meters, "compare"),
     "largest": lambda: on_rank(0, meters, "largest"),
     "clock": lambda: on_rank(1, HostClock, "mark"),
     "norm of a residual": lambda: on_rank(0, monitor, "residual_values"),

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +15,42 @@ from ds_compress.simulate import simulate
 from tests.support.pipeline import ds_config, train
 from tests.support.ranks import run_ranks
 
-PAGE = Path(__file__).parents[2] / "docs" / "write-a-codec.md"
-MINE = PAGE.read_text().split("```python\n")[1].split("```")[0]
-"""The codec of the page, "sign", with the option `dtype`."""
+MINE = '''
+from typing import Literal
+
+import torch
+
+from ds_compress import Codec, CodecOptions, register
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@register("sign")
+class Sign(Codec):
+    """Send one bit per value and the mean magnitude."""
+
+    class Options(CodecOptions):
+        dtype: Literal["bf16", "fp32"] = "fp32"
+        """Dtype in which the mean magnitude is sent."""
+
+    def layout(self, spec):
+        return (spec.shape, torch.bool), ((), DTYPES[self.options.dtype])
+
+    def encode(self, x, ctx):
+        mean = x.float().contiguous().abs().mean()  # contiguous, so that the order of the sum is fixed
+        return x > 0, mean.to(DTYPES[self.options.dtype])
+
+    def decode(self, parts, spec, ctx):
+        positive, size = parts
+        return torch.where(positive, size, -size).to(spec.dtype)
+
+    def error_bound(self, spec):
+        return 1.0  # relative, for any x: no worse than zeros
+
+    def gaussian_error_bound(self, spec):
+        return 0.65  # for normally distributed values
+'''
+"""A user's module: codec "sign" with the option `dtype`."""
 BLOCK = {
     "forward": {"codec": {"name": "sign", "dtype": "bf16"}},
     "backward": {"codec": "sign"},
