@@ -178,8 +178,8 @@ class Codec(Named, ABC):
     describes it, for the payload. It saves an allocation and a copy; a part that is made elsewhere all the
     same is copied by the channel."""
     keeps_zeros: bool = False
-    """Whether each 0 decodes to 0, whatever stands beside it. Otherwise only a row of zeros does: the codec
-    says so in its payload, and between replicas the packet of a slice does."""
+    """Whether each 0 decodes to 0, whatever stands beside it. Otherwise only a row of zeros does: where
+    groups cross rows the payload has one bit a row, and between replicas the packet of a slice has."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -237,6 +237,13 @@ class Codec(Named, ABC):
         """Return whether the mean of many decoded messages of one `x` approaches `x`, up to rounding.
 
         If not, the error of normal values must be below 1, that of sending zeros.
+        """
+        return False
+
+    def keeps_rows(self, spec: TensorSpec) -> bool:
+        """Return whether no row that is not zero decodes to zeros, down to the smallest normal number.
+
+        Behind an RMSNorm the gradient of a row of zeros is larger by many powers of ten.
         """
         return False
 

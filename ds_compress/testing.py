@@ -321,6 +321,33 @@ def check_zeros(pair: CodecPair) -> None:
             pair.expect(equal_values(arrived, zeros), "makes something of zeros", spec)
 
 
+def check_zero_rows(pair: CodecPair) -> None:
+    """Check that a row of zeros among others arrives as zeros: optimizers make full steps of any noise."""
+    for spec in pair.specs((*ORDINARY, LONG), DTYPES[:3]):
+        sent = normal(spec), normal(spec, seed=1)
+        for x in sent:
+            rows = x.view(matrix_shape(spec.shape))
+            rows[1::3] = 0
+            rows[0] *= 3
+        for x, arrived in zip(sent, pair.exchange(*sent)):
+            zero = x.view(matrix_shape(spec.shape)).any(1).logical_not()
+            made = arrived.reshape(matrix_shape(spec.shape))[zero]
+            pair.expect(not made.any(), "makes something of a row of zeros", spec)
+
+
+def check_small_rows(pair: CodecPair) -> None:
+    """Check that no row that is not zero arrives as zeros, for codecs that say so."""
+    for spec in pair.specs(ORDINARY[:1], DTYPES[:2]):
+        sent = normal(spec), normal(spec, seed=1)
+        for x in sent:
+            rows = x.view(matrix_shape(spec.shape))
+            rows *= torch.logspace(0, -30, len(rows), device=pair.device)[:, None].to(spec.dtype)
+            rows[::2, 3] *= 1e4
+        for codec, arrived in zip(pair.codecs, pair.exchange(*sent)):
+            keeps = arrived.reshape(matrix_shape(spec.shape)).any(1).all() or not codec.keeps_rows(spec)
+            pair.expect(keeps, "makes zeros of a row that is not zero", spec)
+
+
 def check_non_finite(pair: CodecPair) -> None:
     """Check that inf or nan in a tensor makes what arrives not finite, so that loss scaling sees it."""
     for spec in (*pair.specs(((1,), (3, 5), (2, 3, 256)), DTYPES), *pair.specs([LONG], DTYPES[:2])):
@@ -401,6 +428,8 @@ CHECKS: tuple[Callable[[CodecPair], None], ...] = (
     check_determinism,
     check_memory_order,
     check_zeros,
+    check_zero_rows,
+    check_small_rows,
     check_non_finite,
     check_scale,
     check_error_bound,

@@ -6,7 +6,16 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, Stability, TensorSpec, register
 from ds_compress.codecs import bounds
-from ds_compress.codecs.shapes import group_shape, join, split
+from ds_compress.codecs.shapes import (
+    clear_rows,
+    group_shape,
+    join,
+    matrix_shape,
+    pack_rows,
+    row_bits,
+    split,
+    zero_rows,
+)
 from ds_compress.kernels.numerics import as_divisor, saturate
 from ds_compress.kernels.quantize.bits import pack, packed_size, unpack
 
@@ -16,7 +25,7 @@ class MinMax(Codec):
     """Uniform quantization between the minimum and the maximum of the tensor, as in arXiv 2401.07788.
 
     q = round((2^bits - 1) * (x - lo) / (hi - lo)), ties to even; decoded lo + (hi - lo) * q / (2^bits - 1).
-    The paper leaves a constant tensor undefined; here it stays what it is.
+    The paper leaves a constant tensor undefined; here it stays what it is. One bit a row keeps rows of zeros.
     """
 
     examples = ({"bits": 4}, {"bits": 8})
@@ -27,7 +36,8 @@ class MinMax(Codec):
 
     def layout(self, spec: TensorSpec) -> Layout:
         groups, size = group_shape(spec, "tensor")
-        return ((groups, packed_size(size, self.options.bits)), torch.uint8), ((groups, 2), torch.float32)
+        codes = (groups, packed_size(size, self.options.bits)), torch.uint8
+        return codes, ((groups, 2), torch.float32), *row_bits(self._rows(spec.shape))
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         values = split(x, "tensor").float()
@@ -36,15 +46,23 @@ class MinMax(Codec):
         low, high = (saturate(end + 0.0, 2.0**117) for end in ends)  # their products with codes are finite
         width = torch.where(high > low, high - low, 1)  # all codes of a constant tensor are 0
         codes = values.sub(low).mul_(self._top).div_(width).round_().clamp_(0, self._top).nan_to_num_(0)
-        return pack(codes.to(torch.uint8), self.options.bits), torch.cat([low, high], dim=1)
+        parts = pack(codes.to(torch.uint8), self.options.bits), torch.cat([low, high], dim=1)
+        return (*parts, pack_rows(zero_rows(x))) if self._rows(x.shape) else parts
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
-        packed, limits = parts
+        packed, limits, *bits = parts
         low, high = limits.split(1, dim=1)
         values = unpack(packed, self.options.bits).float().mul_(high - low)
         values = values.div_(as_divisor(self._top, values)).add_(low)
         # `join` converts fp16 from fp32
-        return join(values.to(spec.dtype if spec.dtype == torch.bfloat16 else torch.float32), spec)
+        values = join(values.to(spec.dtype if spec.dtype == torch.bfloat16 else torch.float32), spec)
+        return clear_rows(values, bits[0]) if bits else values
+
+    @staticmethod
+    def _rows(shape: tuple[int, ...]) -> int:
+        """Return the rows whose zeros need a bit: a lone row of zeros is constant."""
+        rows, width = matrix_shape(shape)
+        return rows if rows > 1 and width else 0
 
     def error_bound(self, spec: TensorSpec) -> float:
         return bounds.grid(spec.numel, self._top)

@@ -29,6 +29,9 @@ class Identity(Codec):
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         return parts[0]
 
+    def keeps_rows(self, spec: TensorSpec) -> bool:
+        return True
+
     def error_bound(self, spec: TensorSpec) -> float:
         return 0.0
 
@@ -52,6 +55,9 @@ class BFloat16(Codec):
         if spec.dtype == torch.float16:
             return cast(parts[0], spec.dtype)
         return parts[0].type(spec.dtype)  # torch parses that faster than `to`
+
+    def keeps_rows(self, spec: TensorSpec) -> bool:
+        return True
 
     def error_bound(self, spec: TensorSpec) -> float:
         return bounds.rounding(torch.bfloat16, spec.dtype)

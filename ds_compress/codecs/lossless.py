@@ -53,6 +53,9 @@ class Lossless(Codec, VariableSizePayload):
             body = _decompress(body, spec.nbytes)
         return byte_unshuffle(body, spec.dtype, spec.shape).to(spec.device)
 
+    def keeps_rows(self, spec: TensorSpec) -> bool:
+        return True
+
     def error_bound(self, spec: TensorSpec) -> float:
         return 0.0
 

@@ -106,10 +106,10 @@ class LowRank(Codec, Stateful):
 
 
 def orthonormal(p: Tensor) -> tuple[Tensor, Tensor]:
-    """Return fp32 `p` with orthonormal columns, and whether it was finite, 0-dim bool."""
+    """Return fp32 `p` with orthonormal columns, and whether it was finite, 0-dim bool; rows of zeros stay."""
     finite = is_finite(p)
     p = torch.where(finite, p, 0.0)  # what QR makes of nan is up to the library
-    return torch.linalg.qr(_near_one(p)).Q, finite
+    return torch.where(p.any(1, keepdim=True), torch.linalg.qr(_near_one(p)).Q, 0.0), finite
 
 
 def warm_start(q_next: Tensor, q: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:

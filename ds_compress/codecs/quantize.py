@@ -12,9 +12,21 @@ from torch import Tensor
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, Parts, Stability, TensorSpec, register
 from ds_compress.codecs import bounds
 from ds_compress.codecs.mixins import FusesFeedback
-from ds_compress.codecs.shapes import WIRE_DTYPES, GroupSize, group_shape, join, split
+from ds_compress.codecs.shapes import (
+    WIRE_DTYPES,
+    GroupSize,
+    clear_rows,
+    group_shape,
+    join,
+    matrix_shape,
+    pack_rows,
+    row_bits,
+    split,
+    zero_rows,
+)
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.backends import kernels
+from ds_compress.kernels.numerics import is_readable
 from ds_compress.kernels.quantize.bits import packed_size
 from ds_compress.kernels.quantize.grid import Grid
 from ds_compress.kernels.quantize.hadamard import key_of
@@ -82,14 +94,18 @@ class Quantize(Codec, FusesFeedback):
         groups, size = group_shape(spec, self.options.group_size)
         scale = ((groups,), WIRE_DTYPES[self.options.scale_dtype])
         codes = (groups, packed_size(size, self.options.bits)), torch.uint8
-        return codes, *[scale] * (1 if self._symmetric else 2)
+        return codes, *[scale] * (1 if self._symmetric else 2), *row_bits(self._shared_rows(spec.shape))
 
     def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
         backend, run, grid, numel = kernels(x.device), self._run, self._grid(ctx.seed), x.numel()
         dither = ctx.key("dither") if self.unbiased else None
+        rows = self._shared_rows(x.shape)
+        own = out[:-1] if out and rows else out
         if run and numel and numel % run == 0:  # whole groups, contiguous in memory
-            return backend.quantize(x, grid, dither, out, run)
-        return backend.quantize(self._split(x), grid, dither, out)
+            parts = backend.quantize(x, grid, dither, own, run)
+        else:
+            parts = backend.quantize(self._split(x), grid, dither, own)
+        return (*parts, pack_rows(zero_rows(x), out[-1] if out else None)) if rows else parts
 
     def encode_with_residual(
         self,
@@ -104,11 +120,21 @@ class Quantize(Codec, FusesFeedback):
         if groups is None:
             return None
         (values, *stored), size = groups
-        grid, backend = self._grid(ctx.seed), kernels(x.device)
+        grid, backend, zero = self._grid(ctx.seed), kernels(x.device), self._zero_rows(x, state[0])
         parts, new = backend.quantize_with_residual(
-            values, tuple(stored), ctx.loss_scale, residual_decay, error_weight, grid, size, out
+            values,
+            tuple(stored),
+            ctx.loss_scale,
+            residual_decay,
+            error_weight,
+            grid,
+            size,
+            out[:-1] if out and zero is not None else out,
         )
-        return parts, (self._join(new[0], x.shape), *new[1:])
+        return self._with_rows(parts, zero, out), (
+            self._lossless(self._join(new[0], x.shape), zero),
+            *new[1:],
+        )
 
     def encode_change(
         self, x: Tensor, state: Tensor, ctx: Context, out: Parts | None = None
@@ -117,9 +143,10 @@ class Quantize(Codec, FusesFeedback):
         if groups is None:
             return None
         (values, stored), size = groups
-        grid, backend = self._grid(ctx.seed), kernels(x.device)
-        parts, new = backend.quantize_change(values, stored, ctx.loss_scale, grid, size, out)
-        return parts, self._join(new, x.shape)
+        grid, backend, zero = self._grid(ctx.seed), kernels(x.device), self._zero_rows(x, state)
+        own = out[:-1] if out and zero is not None else out
+        parts, new = backend.quantize_change(values, stored, ctx.loss_scale, grid, size, own)
+        return self._with_rows(parts, zero, out), self._lossless(self._join(new, x.shape), zero)
 
     def decode_change(
         self, parts: tuple[Tensor, ...], state: Tensor, spec: TensorSpec, ctx: Context
@@ -128,8 +155,30 @@ class Quantize(Codec, FusesFeedback):
             return None
         grid, backend, run = self._grid(ctx.seed), kernels(state.device), self._run
         stored = state if run and spec.numel and spec.numel % run == 0 else self._split(state)
-        values, new = backend.dequantize_change(parts, stored, ctx.loss_scale, grid, spec.dtype)
-        return self._join(values, spec.shape), self._join(new, spec.shape)
+        rows = self._shared_rows(spec.shape)
+        own = parts[:-1] if rows else parts
+        both = backend.dequantize_change(own, stored, ctx.loss_scale, grid, spec.dtype)
+        values, new = (self._join(each, spec.shape) for each in both)
+        return (clear_rows(values, parts[-1]), clear_rows(new, parts[-1])) if rows else (values, new)
+
+    def _zero_rows(self, x: Tensor, state: Tensor) -> Tensor | None:
+        """Return bool [rows], those that are 0 in `x` and in `state`; None if the payload has no bits of
+        rows."""
+        if not self._shared_rows(x.shape):
+            return None
+        zero = zero_rows(x)
+        return zero & zero_rows(state) if not is_readable(zero) or zero.any() else zero
+
+    @staticmethod
+    def _with_rows(parts: Parts, zero: Tensor | None, out: Parts | None) -> Parts:
+        return parts if zero is None else (*parts, pack_rows(zero, out[-1] if out else None))
+
+    @staticmethod
+    def _lossless(state: Tensor, zero: Tensor | None) -> Tensor:
+        """Return `state`, with 0 in the rows of which nothing is lost."""
+        if zero is not None and (not is_readable(zero) or zero.any()):
+            state.view(len(zero), -1).masked_fill_(zero[:, None], 0)
+        return state
 
     def _in_groups(self, x: Tensor, stored: Tensor, *scales: Tensor) -> tuple[list[Tensor], int] | None:
         """Arrange `x` and its state in groups for a kernel; return them with the group size, or None.
@@ -165,11 +214,35 @@ class Quantize(Codec, FusesFeedback):
         backend, grid = kernels(parts[0].device), self._grid(ctx.seed)
         run, numel, dtype = self._run, spec.numel, spec.dtype
         dither = ctx.key("dither") if self._dithered else None
+        rows = self._shared_rows(spec.shape)
+        own = parts[:-1] if rows else parts
         if run and numel and numel % run == 0 and dtype in _MADE:
-            return backend.dequantize(parts, grid, dtype, spec.shape, dither)
-        # kernels do not decode to fp16: decode to fp32, and `join` converts
-        wide = dtype if dtype in _MADE else torch.float32
-        return join(backend.dequantize(parts, grid, wide, None, dither), spec)
+            values: Tensor = backend.dequantize(own, grid, dtype, spec.shape, dither)
+        else:  # kernels do not decode to fp16: decode to fp32, and `join` converts
+            wide = dtype if dtype in _MADE else torch.float32
+            values = join(backend.dequantize(own, grid, wide, None, dither), spec)
+        return clear_rows(values, parts[-1]) if rows else values
+
+    @functools.cached_property
+    def keeps_zeros(self) -> bool:  # type: ignore[override]
+        """Return whether 0 is a level of every group's grid."""
+        exact = self.options.rounding == "nearest" or (self.options.bits > 1 and not self._dithered)
+        return self._symmetric and exact and not self.options.hadamard
+
+    def keeps_rows(self, spec: TensorSpec) -> bool:
+        return spec.numel > 0 and bool(self._run) and matrix_shape(spec.shape)[1] % self._run == 0
+
+    @functools.cached_property
+    def _shared_rows(self) -> Callable[[tuple[int, ...]], int]:
+        """Return a cached function: the rows of a message, if groups cross them, so that they need bits."""
+
+        @functools.lru_cache
+        def shared_rows(shape: tuple[int, ...]) -> int:
+            rows, width = matrix_shape(shape)
+            whole = not width or (self._run and width % self._run == 0)
+            return 0 if rows < 2 or whole or self.keeps_zeros else rows
+
+        return shared_rows
 
     def error_bound(self, spec: TensorSpec) -> float:
         _, size = group_shape(spec, self.options.group_size)

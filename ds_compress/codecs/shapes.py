@@ -11,7 +11,9 @@ import torch
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from ds_compress.codec import Context, TensorSpec
+from ds_compress.codec import Context, Layout, TensorSpec
+from ds_compress.kernels.backends import kernels
+from ds_compress.kernels.numerics import is_readable
 
 WIRE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -20,6 +22,31 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """Return the rows and columns of a tensor of `shape`."""
     columns = shape[-1] if shape else 1
     return torch.Size(shape[:-1]).numel(), columns
+
+
+def row_bits(rows: int) -> Layout:
+    """Return the layout of what `pack_rows` returns; empty for no rows."""
+    return (((-(-rows // 8),), torch.uint8),) if rows else ()
+
+
+def zero_rows(x: Tensor) -> Tensor:
+    """Return bool [rows]: the rows of `x` in which all values are 0."""
+    return x.reshape(matrix_shape(tuple(x.shape))).any(1).logical_not_()
+
+
+def pack_rows(rows: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return `rows`, bool [rows], as bits; in the memory of `out` if that is given."""
+    bits: Tensor = kernels(rows.device).pack_bits(rows)
+    return bits if out is None else out.copy_(bits)
+
+
+def clear_rows(y: Tensor, bits: Tensor) -> Tensor:
+    """Set the rows of `y`, contiguous, to 0 that are among `bits` of `pack_rows`; return `y`."""
+    rows = matrix_shape(tuple(y.shape))
+    zero = kernels(bits.device).unpack_bits(bits, rows[0])
+    if not is_readable(zero) or zero.any():
+        y.view(rows).masked_fill_(zero[:, None], 0)
+    return y
 
 
 def arithmetic_dtype(message: torch.dtype, wire: torch.dtype) -> torch.dtype:
