@@ -39,7 +39,7 @@ from ds_compress.message.layout import Counters
 from ds_compress.replicas.board import Position
 from ds_compress.replicas.outer_step import EXACT, MIN_DELTA_NUMEL, Anchor, DeltaCodec, DeltaPart
 from ds_compress.replicas.rounds import BEAT_S, ExchangeResult, Rounds, patience
-from ds_compress.replicas.slices import GRADIENT, is_compressed
+from ds_compress.replicas.slices import GRADIENT, RowSpan, is_compressed
 from ds_compress.replicas.store import CONNECT_S, PLACE, WatchedStore, connect, parse_address, shared_settings
 
 EXIT_S = 5.0
@@ -61,7 +61,7 @@ class MasterWeight(NamedTuple):
     """Where the fp32 values of a parameter lie."""
 
     values: Tensor  # 1-D view
-    number: int | None  # of its part; None: it stays exact
+    part: DeltaPart | None  # None: it stays exact
 
 
 class OuterTraffic:
@@ -83,8 +83,8 @@ class OuterTraffic:
         self.every = config.block.replicas.every
         self._trained = [p for p in engine.module.parameters() if p.requires_grad]
         masters = self._masters()
-        parts = [DeltaPart(each.number, each.values.numel()) for each in masters if each.number is not None]
-        exact = sum(each.values.numel() for each in masters if each.number is None)
+        parts = [each.part for each in masters if each.part is not None]
+        exact = sum(each.values.numel() for each in masters if each.part is None)
         self.codec = DeltaCodec(config.outer_codec, parts, exact, config.block.seed)
         self._shapes = hashlib.blake2b(repr((parts, exact)).encode(), digest_size=8).hexdigest()
         self._itemsize = engine.communication_data_type.itemsize
@@ -481,24 +481,25 @@ def find_masters(engine: Any, trained: list[Tensor]) -> list[MasterWeight]:
     tied = _tied_numbers(module)
     numbers = {id(parameter): number for number, parameter in enumerate(module.parameters())} | tied
 
-    def number_of(parameter: Tensor) -> int | None:
+    def master(parameter: Tensor, start: int, values: Tensor) -> MasterWeight:
         # partitions cut tied copies in different places, so their groups would differ
         is_cut = id(parameter) in tied and ranks > 1
-        is_large = is_compressed(parameter, MIN_DELTA_NUMEL)
-        return numbers[id(parameter)] if is_large and not is_cut else None
+        if is_cut or not is_compressed(parameter, MIN_DELTA_NUMEL):
+            return MasterWeight(values, None)
+        rows = RowSpan.of(parameter[0].numel(), start, values.numel())
+        return MasterWeight(values, DeltaPart(numbers[id(parameter)], values.numel(), rows))
 
     if isinstance(optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer)):
         found = [
-            MasterWeight(values, number_of(parameter))
-            for parameter, values in _partitioned(optimizer, engine.grid.get_data_parallel_id(), ranks)
+            master(*place) for place in _partitioned(optimizer, engine.grid.get_data_parallel_id(), ranks)
         ]
     else:
-        found = [MasterWeight(p.detach().view(-1), number_of(p)) for p in trained]
-    return sorted(found, key=lambda each: each.number is None)
+        found = [master(p, 0, p.detach().view(-1)) for p in trained]
+    return sorted(found, key=lambda each: each.part is None)
 
 
-def _partitioned(optimizer: Any, rank: int, ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the parameters of which partition `rank` has values, and these."""
+def _partitioned(optimizer: Any, rank: int, ranks: int) -> Iterator[tuple[Tensor, int, Tensor]]:
+    """Yield the parameters of which partition `rank` has values, where these start, and these."""
     if isinstance(optimizer, BF16_Optimizer):
         groups, flats = optimizer.bf16_groups, optimizer.fp32_groups_flat_partition
         offsets = None
@@ -512,7 +513,7 @@ def _partitioned(optimizer: Any, rank: int, ranks: int) -> Iterator[tuple[Tensor
         for parameter, start in zip(group, starts):
             begin, end = max(start, first), min(start + parameter.numel(), first + flat.numel())
             if begin < end:
-                yield parameter, flat.detach()[begin - first : end - first]
+                yield parameter, begin - start, flat.detach()[begin - first : end - first]
 
 
 def _tied_numbers(module: Any) -> dict[int, int]:

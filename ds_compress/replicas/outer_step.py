@@ -20,7 +20,7 @@ from torch import Tensor
 from ds_compress.codec import Codec, TensorSpec, build
 from ds_compress.config.replicas import OuterOptions
 from ds_compress.errors import CompressionError
-from ds_compress.replicas.slices import GRADIENT, Slice, SliceCodec
+from ds_compress.replicas.slices import GRADIENT, RowSpan, Slice, SliceCodec
 
 EXACT = 2**16 - 1
 """Number of the slice that contains all parts that stay exact."""
@@ -38,6 +38,7 @@ class DeltaPart(NamedTuple):
 
     number: int  # of the parameter: equal for tied copies, which then stay equal; below `EXACT`
     numel: int
+    rows: RowSpan | None = None  # whose zeros stay; None: not known
 
 
 class Anchor(NamedTuple):
@@ -68,10 +69,11 @@ class DeltaCodec:
         shared = seed, True, NO_STAGE
         compressed = SliceCodec(codec, *shared, content="delta")
         plain = SliceCodec(build("none", ""), *shared, content="delta")
-        sizes = [(part.number, part.numel, compressed) for part in parts]
-        sizes += [(EXACT, exact, plain)] if exact else []
+        cut = [(part, compressed) for part in parts]
+        cut += [(DeltaPart(EXACT, exact), plain)] if exact else []
         self._slices = [
-            (Slice(number, 0, TensorSpec((numel,), torch.float32)), used) for number, numel, used in sizes
+            (Slice(number, 0, TensorSpec((numel,), torch.float32), rows), used)
+            for (number, numel, rows), used in cut
         ]
         self.nbytes = sum(used.layout(own).nbytes for own, used in self._slices)
         """Bytes of a packet."""

@@ -63,6 +63,12 @@ class RowSpan(NamedTuple):
     before: int  # values of the first row that stand before the run
     touched: int  # rows with values of the run
 
+    @classmethod
+    def of(cls, width: int, start: int, numel: int) -> "RowSpan":
+        """Return the span of `numel` values from `start` of a parameter whose rows have `width` values."""
+        before = start % width
+        return cls(width, before, -(-(before + numel) // width))
+
     def are_zero(self, values: Tensor) -> Tensor:
         """Return bool [touched]: the rows of `values`, [numel], in which all are 0."""
         after = self.touched * self.width - self.before - values.numel()
@@ -262,9 +268,8 @@ class Slices:
         return self._of[key]
 
     def _made(self, parameter: int, owner: int, start: int, spec: TensorSpec) -> Slice:
-        number, width, rows = parameter * self._replicas + owner, self._widths.get(parameter, 0), None
-        if width:
-            rows = RowSpan(width, start % width, -(-(start % width + spec.numel) // width))
+        number, width = parameter * self._replicas + owner, self._widths.get(parameter, 0)
+        rows = RowSpan.of(width, start, spec.numel) if width else None
         memory = {key: value.to(spec.device) for key, value in self._loaded.pop(number, {}).items()}
         return Slice(number, owner, spec, rows, memory)
 

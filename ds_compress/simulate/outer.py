@@ -10,7 +10,7 @@ from ds_compress.config import KEY, Config
 from ds_compress.errors import CompressionError
 from ds_compress.message.layout import Counters
 from ds_compress.replicas.outer_step import MIN_DELTA_NUMEL, Anchor, DeltaCodec, DeltaPart
-from ds_compress.replicas.slices import is_compressed
+from ds_compress.replicas.slices import RowSpan, is_compressed
 
 
 class SimulatedRounds:
@@ -47,7 +47,11 @@ class SimulatedRounds:
                 raise CompressionError(
                     f"simulate: parameter {number} is {parameter.dtype}; only float32 has outer steps"
                 )
-        large = [DeltaPart(n, p.numel()) for n, p in enumerate(self._parameters[0]) if _is_large(p)]
+        large = [
+            DeltaPart(n, p.numel(), RowSpan.of(p[0].numel(), 0, p.numel()))
+            for n, p in enumerate(self._parameters[0])
+            if _is_large(p)
+        ]
         exact = sum(p.numel() for p in self._parameters[0] if not _is_large(p))
         shared = config.outer_codec, large, exact, config.block.seed
         self.codecs = [DeltaCodec(*shared) for _ in models]

@@ -48,6 +48,15 @@ Flattening = variant(
 )
 HidesNan = variant(encode=lambda self, x, ctx: (x.nan_to_num().to(torch.bfloat16),))
 Shifted = variant(decode=lambda self, parts, spec, ctx: Honest.decode(self, parts, spec, ctx) + 1)
+SpillsIntoRows = variant(
+    decode=lambda self, parts, spec, ctx: (parts[0].float() + parts[0].float().sum() / 2**20).to(spec.dtype)
+)
+LosesRows = variant(
+    decode=lambda self, parts, spec, ctx: (parts[0] * (parts[0].abs() > parts[0].abs().sum() / 2**60)).to(
+        spec.dtype
+    ),
+    keeps_rows=lambda self, spec: True,
+)
 AlwaysFloat = variant(decode=lambda self, parts, spec, ctx: parts[0].float())
 OtherDtype = variant(layout=lambda self, spec: ((spec.shape, torch.float16),))
 OneMore = variant(layout=lambda self, spec: (*Honest.layout(self, spec), ((), torch.float32)))
@@ -150,6 +159,8 @@ BROKEN = {
     HidesNan: "hides nan: all that it decodes is finite, at float32 [1]",
     Absolute: "does not scale: C(2^-98 x) is not 2^-98 C(x), at float32 [2, 4, 256]",
     Shifted: "makes something of zeros, at float32 []",
+    SpillsIntoRows: "makes something of a row of zeros, at float32 [2, 4, 256]",
+    LosesRows: "makes zeros of a row that is not zero, at float32 [2, 4, 256]",
     AlwaysFloat: "decode returns float32 [] on cpu, at bfloat16 []",
     Moody: "decodes the same parts to something else the second time, at float32 []",
     OtherDtype: "encode makes (((), torch.bfloat16),), layout says (((), torch.float16),), at float32 []",

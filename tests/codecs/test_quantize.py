@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.codec import Context, TensorSpec, build
+from ds_compress.feedback import FEEDBACKS
 from ds_compress.kernels import native
 from ds_compress.kernels.quantize.hadamard import diagonal, key_of, rotate, rotate_back
 from tests.support.codecs import bits_per_value, error_of, roundtrip
@@ -247,3 +248,36 @@ def test_maps_behind_a_relu():
     maps = torch.randn(8, 16, 32, 32, generator=torch.Generator().manual_seed(0)).sub(0.5).relu()
     signs = error_of(quantize(bits=4, hadamard=True), maps)
     assert error_of(quantize(bits=4), maps) < signs < 0.12
+
+
+@pytest.mark.parametrize(
+    "shape, options, bits",
+    [
+        ((3, 5, 128), {}, 0),
+        ((4, 256), {"rounding": "dither"}, 0),
+        ((9, 96), {}, 2),
+        ((9, 256), {"group_size": "tensor"}, 2),
+        ((9, 96), {"scheme": "symmetric"}, 0),
+        ((1, 96), {}, 0),
+    ],
+)
+def test_only_groups_that_cross_rows_cost_a_bit_a_row(shape, options, bits):
+    layout = build({"name": "quantize", **options}).layout(TensorSpec(shape, torch.float32))
+    scales = 1 if options.get("scheme") == "symmetric" else 2
+    assert layout[1 + scales :] == ((((bits,), torch.uint8),) if bits else ())
+
+
+@pytest.mark.parametrize("feedback", ["ef", "loco", "ef21"])
+@pytest.mark.parametrize("rounding", ["nearest", "dither"])
+def test_a_row_of_zeros_has_no_residual(rounding, feedback):
+    """Fused with the kernel or not; the row arrives as zeros in every step."""
+    choice = {"name": "quantize", "rounding": rounding}
+    codec = FEEDBACKS.build(feedback, "feedback").wrap(build(choice))
+    sender, receiver = {}, {}
+    for step in range(3):
+        x = torch.randn(16, 96, generator=torch.Generator().manual_seed(step))
+        x[3] = 0
+        parts = codec.encode(x, Context(step=step, memory=sender))
+        y = codec.decode(parts, TensorSpec.of(x), Context(step=step, memory=receiver))
+        assert (y[3] == 0).all() and (y[:3].any(1) & y[4:7].any(1)).all()
+        assert all((kept[3] == 0).all() for kept in sender.values() if kept.shape == x.shape)
