@@ -65,8 +65,8 @@ class Entropy(Codec):
         if not spec.numel:
             return torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
         (words, *shifts), backend = parts, kernels(spec.device)
-        is_half = spec.dtype == torch.float16  # whose range shifted rows may leave
-        dtype = torch.float32 if is_half else spec.dtype
+        # shifted rows may leave the range of fp16
+        dtype = torch.bfloat16 if spec.dtype == torch.bfloat16 else torch.float32
         values, valid = backend.decode_entropy(words, self._frame(spec), dtype, self._dither(ctx))
         if valid.device.type == "cpu" and not valid:  # a GPU's values are nan then: the host does not wait
             raise CompressionError("entropy: a damaged code came, no message is coded like that")

@@ -22,14 +22,16 @@ DEFAULTS = [{"name": name} for name in CODECS.names()]
 def extremes(x):
     """Messages like `x` by where they hold the largest and the smallest number of its dtype."""
     most, place = torch.finfo(x.dtype).max, x.numel() // 2
-    alone, beside, column = torch.zeros_like(x), x.clone(), x.clone()
+    alone, beside, column, row = torch.zeros_like(x), x.clone(), x.clone(), x.clone()
     alone.view(-1)[place] = most
     beside.view(-1)[place] = -most
     column[..., 0] = -most
+    row[0, 0] = x[0, 0].sign() * torch.linspace(0.7, 1, x.shape[-1]) * most
     return {
         "one": alone,
         "one, negative, beside ordinary values": beside,
         "a column": column,
+        "a row from 0.7 of it": row,
         "all": torch.full_like(x, most),
         "mixed signs": torch.where(x > 0, most, -most).to(x.dtype),
         "up to half of it": (x.clamp(-1, 1).float() * (most / 2)).to(x.dtype),

@@ -136,9 +136,8 @@ def decode_entropy(
 ) -> tuple[Tensor, Tensor]:
     if not native.serves(frame.numel):
         return reference.decode_entropy(words, frame, dtype, dither)
-    words, made = words.contiguous(), dtype if dtype in FLOATS else torch.float32
-    values = torch.empty(frame.numel, dtype=made, device="cpu")
-    is_valid = _plan(frame, made).decode(
+    words, values = words.contiguous(), torch.empty(frame.numel, dtype=dtype, device="cpu")
+    is_valid = _plan(frame, dtype).decode(
         values,
         *key_halves(dither or 0),
         scratch("entropy.q", (frame.numel,), torch.int8),
@@ -146,9 +145,7 @@ def decode_entropy(
     )
     if not is_valid:
         values.fill_(torch.nan)
-    if dtype == torch.float16:
-        values.clamp_(torch.finfo(dtype).min, torch.finfo(dtype).max)
-    return values.to(dtype), torch.tensor(bool(is_valid), dtype=torch.bool, device="cpu")
+    return values, torch.tensor(bool(is_valid), dtype=torch.bool, device="cpu")
 
 
 def shift_rows(x: Tensor, tolerance: int) -> tuple[Tensor, Tensor]:
@@ -163,7 +160,7 @@ def shift_rows(x: Tensor, tolerance: int) -> tuple[Tensor, Tensor]:
 
 
 def unshift_rows(y: Tensor, shifts: Tensor) -> Tensor:
-    if y.dtype not in FLOATS or not native.serves(y.numel()):
+    if not native.serves(y.numel()):
         return reference.unshift_rows(y, shifts)
     rows, width = y.shape
     _unshift.bind(bf16=y.dtype == torch.bfloat16, rows=rows, width=width)(y, shifts.contiguous())

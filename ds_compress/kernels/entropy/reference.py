@@ -64,6 +64,7 @@ class EntropyCoding:
         """Decode `words`.
 
         Args:
+            dtype: fp32 or bf16.
             dither: see `encode_entropy`.
 
         Returns:
@@ -83,8 +84,6 @@ class EntropyCoding:
             read, value, valid = decode_dithered(self._coder, words, frame, dither)
         finite = read.exponent != NOT_FINITE
         value = value * (read.exponent.clamp(1, NOT_FINITE - 1).int() << 23).view(torch.float32)
-        if dtype == torch.float16:
-            value = value.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
         return torch.where(valid & finite, value, torch.nan).to(dtype), valid | ~finite
 
 

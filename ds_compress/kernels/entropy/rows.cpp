@@ -10,13 +10,15 @@ constexpr int8_t ZEROS = -128;
 
 inline int64_t limited(int64_t shift) { return shift < -MOST_SHIFT ? -MOST_SHIFT : shift < MOST_SHIFT ? shift : MOST_SHIFT; }
 
-// y = x * 2^octaves; both may be the same memory.
+inline float power_of_two(int64_t exponent) { return as_float(static_cast<uint32_t>(127 + exponent) << 23); }
+
+// y = x * 2^octaves, of an x cut off at `most`; inf and nan stay. Both may be the same memory.
 template <class Value>
-void scale_row(const Value* x, int64_t width, int64_t octaves, Value* y) {
-    const float scale = as_float(static_cast<uint32_t>(127 + octaves) << 23);
-    int64_t i = 0;
-    for (; i + LANES <= width; i += LANES) store(load(x + i) * scale, y + i);
-    for (; i < width; ++i) store(to_float(x[i]) * scale, y[i]);
+void scale_row(const Value* x, int64_t width, int64_t octaves, float most, Value* y) {
+    const float scale = power_of_two(octaves);
+    in_vectors(width, [&](int64_t i, int64_t count) {
+        store_partial(saturated(load_partial(x + i, count), most) * scale, y + i, count);
+    });
 }
 
 // What the shift of a row follows from.
@@ -80,7 +82,8 @@ int64_t shift_rows(const void* x, int64_t bf16, int64_t rows, int64_t width, int
         if (!is_shifted) return 0;
         Value* y = static_cast<Value*>(shifted);
         for (int64_t row = 0; row < rows; ++row)
-            scale_row(values + row * width, width, shifts[row] == ZEROS ? 0 : shifts[row], y + row * width);
+            scale_row(values + row * width, width, shifts[row] == ZEROS ? 0 : shifts[row], as_float(INFINITE),
+                      y + row * width);
         return 1;
     });
 }
@@ -92,8 +95,8 @@ void unshift_rows(void* y, int64_t bf16, int64_t rows, int64_t width, const int8
             auto* own = values + row * width;
             if (shifts[row] == ZEROS)
                 for (int64_t i = 0; i < width; ++i) store(to_float(own[i]) - to_float(own[i]), own[i]);  // nan stays
-            else if (shifts[row])
-                scale_row(own, width, -limited(shifts[row]), own);
+            else if (const int64_t octaves = limited(shifts[row]))
+                scale_row(own, width, -octaves, to_float(largest(own)) * power_of_two(octaves), own);
         }
     });
 }

@@ -53,14 +53,18 @@ def shift_rows(x: Tensor, tolerance: int) -> tuple[Tensor, Tensor]:
 
 
 def unshift_rows(y: Tensor, shifts: Tensor) -> Tensor:
-    """Invert `shift_rows` on decoded rows `y`, [rows, width], in place; return `y`.
+    """Invert `shift_rows` on decoded rows `y`, [rows, width] in fp32 or bf16, in place; return `y`.
+
+    A value that its step took beyond the range becomes the end of that.
 
     Args:
         shifts: int8 [rows], any bytes.
     """
-    values, scale = y.float(), _power_of_two(-shifts.int().clamp(-MOST, MOST)).unsqueeze(1)
+    octaves = shifts.int().clamp(-MOST, MOST).unsqueeze(1)
+    values, most = y.float(), torch.finfo(y.dtype).max * _power_of_two(octaves)
+    scaled = torch.where(values.isfinite(), values.clamp(-most, most), values) * _power_of_two(-octaves)
     is_zero = (shifts == ZEROS).unsqueeze(1)
-    return y.copy_(torch.where(is_zero, values - values, values * scale))  # nan stays
+    return y.copy_(torch.where(is_zero, values - values, scaled))  # nan stays
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:
