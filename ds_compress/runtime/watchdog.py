@@ -8,8 +8,9 @@ Such calls are train_batch, eval_batch, save_checkpoint and load_checkpoint. A r
 or between two, for any time: its thread keeps reporting. A rank that others inside a call still need has
 failed if it is silent for `link.timeout_s`, or if its connection is closed. A rank that leaves a batch with
 an error of ds_compress has failed, as its packets no longer match those of others. After any other error a
-program may continue, as when all ranks leave alike; the rank has failed if its process ends, if it begins no
-other call for `link.timeout_s`, or if all ranks that are still inside wait for transfers for GRACE seconds.
+program may continue, as when all ranks leave alike, or try the same call again. The rank has failed if its
+process ends, or if, while others are inside, it begins no such call for `link.timeout_s`, or for GRACE
+seconds in which all of these wait for transfers.
 
 A rank that detects a failure reports it to the others. Ranks inside the call have GRACE seconds to raise an
 error of their own; one that is blocked in a collective cannot, and its process is ended. Ranks between
@@ -74,11 +75,13 @@ class Watchdog:
         self._place = 0  # where it waited for a transfer at the last tick
         self._is_waiting = False
         self._error = ""  # with which this rank left its last call, if it may be caught
-        self._left = ""  # the same, until it completes a call
-        self._blocked = 0.0  # seconds since when all ranks that another one has left wait for transfers
+        self._left = ""  # the same, until it completes a call, or tries the one that it left again
+        self._call = ""  # its name
+        self._missed = 0.0  # seconds since when a rank has left others that are inside
+        self._blocked = 0.0  # seconds since when all of these wait for transfers
         self._is_known = threading.Event()  # the failure is
         self._storing: threading.Thread | None = None  # writes the failure to the store
-        self._overdue = 0.0  # seconds since then, or since the failure while inside
+        self._overdue = 0.0  # seconds since the failure while inside
         self._failure = ""  # of the job
         self._last_tick = time.monotonic()
         atexit.register(self._at_exit)
@@ -102,6 +105,9 @@ class Watchdog:
         if self._failure:
             raise CompressionError(f"ds_compress: stopped: {self._failure}")
         self._overdue, self._error = 0.0, ""
+        if call == self._call:
+            self._left = ""
+        self._call = call
         before = self._progress
         self._thread_inside = threading.get_ident()
         self._progress, self._is_inside = before + 1, True
@@ -231,9 +237,8 @@ class Watchdog:
         """Look whether the job has failed, after so many more seconds."""
         if not self._failure:
             lost = self._find_lost(seconds) or self._find_left(seconds)
-            self._overdue += seconds if self._error else 0.0
-            if lost or self._overdue > self._seconds:
-                self._fail(lost or self._error)
+            if lost:
+                self._fail(lost)
         elif self._is_inside:
             self._overdue += seconds
             if self._overdue > GRACE:
@@ -267,12 +272,11 @@ class Watchdog:
         front = max(progress for progress, *_ in known)
         left = next((text for progress, text, _ in known if text and progress >= front - 1), "")
         others = [(progress, waits) for progress, text, waits in known if not text]
-        is_stuck = self._rank == 0 and front % 2 and left
-        if is_stuck and others and all(progress == front and waits for progress, waits in others):
-            self._blocked += seconds
-        else:
-            self._blocked = 0.0
-        return left if self._blocked > GRACE else ""
+        is_missed = self._rank == 0 and front % 2 and left
+        is_stuck = others and all(progress == front and waits for progress, waits in others)
+        self._missed = self._missed + seconds if is_missed else 0.0
+        self._blocked = self._blocked + seconds if is_missed and is_stuck else 0.0
+        return left if self._blocked > GRACE or self._missed > self._seconds else ""
 
     def _end_process(self) -> None:
         # not through Python's streams: the main thread may hold them

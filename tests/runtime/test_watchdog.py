@@ -42,9 +42,9 @@ class Job:
                 each._is_connected.set()
         self.pass_time(2.0)
 
-    def enter(self, *ranks, sends_messages=True):
+    def enter(self, *ranks, call="train_batch", sends_messages=True):
         for rank in ranks:
-            self._calls[rank] = self.ranks[rank].watch("train_batch", sends_messages)
+            self._calls[rank] = self.ranks[rank].watch(call, sends_messages)
             self._calls[rank].__enter__()
 
     def leave(self, *ranks, error=None):
@@ -176,13 +176,42 @@ def test_a_rank_that_left_a_call_is_named_when_the_others_wait_for_it(left, goes
     job.enter(*range(RANKS))
     job.leave(left, error=StopIteration())
     if goes_on:
-        job.enter(left)
+        job.enter(left, call="eval_batch")
     job.waiting.update(others)
     job.pass_time(GRACE + 2)
     text = f"rank {left} left train_batch: StopIteration: its data has run out"
     assert job.failures() == [text] * RANKS
     job.pass_time(GRACE + 1)
     assert set(job.ended) == set(others) | ({left} if goes_on else set())
+
+
+def test_what_follows_an_error_that_all_ranks_caught_may_take_any_time(job):
+    """The data had run out, and a script wrote samples for longer than the time-out: its last checkpoint
+    was refused, as no rank had begun another call."""
+    job.call(*range(RANKS), error=StopIteration())
+    job.pass_time(LONG)
+    assert not any(job.failures())
+    job.call(*range(RANKS))
+    job.pass_time(LONG)
+    assert not any(job.failures())
+
+
+@pytest.mark.parametrize("again", range(RANKS))
+def test_a_rank_may_try_a_call_again(again, job):
+    """Its data came from a disk that failed once, the script caught that: the others were ended while the
+    rank computed the batch for which they waited."""
+    others = [rank for rank in range(RANKS) if rank != again]
+    job.enter(*range(RANKS))
+    job.waiting.update(others)
+    job.leave(again, error=OSError("read error"))
+    job.pass_time(1.0)
+    job.enter(again)
+    job.pass_time(LONG)
+    assert not any(job.failures())
+    job.leave(*range(RANKS))
+    job.waiting.clear()
+    job.pass_time(LONG)
+    assert not any(job.failures())
 
 
 def test_as_long_as_a_rank_computes_others_may_wait_for_it(job):
