@@ -9,8 +9,8 @@ or between two, for any time: its thread keeps reporting. A rank that others ins
 failed if it is silent for `link.timeout_s`, or if its connection is closed. A rank that leaves a batch with
 an error of ds_compress has failed, as its packets no longer match those of others. After any other error a
 program may continue, as when all ranks leave alike, or try the same call again. The rank has failed if its
-process ends, or if, while others are inside, it begins no such call for `link.timeout_s`, or for GRACE
-seconds in which all of these wait for transfers.
+process ends, or if, while others are inside, it begins no such call for `link.timeout_s`. While all of these
+wait for transfers, it has PAUSE seconds, and GRACE once it has begun another call.
 
 A rank that detects a failure reports it to the others. Ranks inside the call have GRACE seconds to raise an
 error of their own; one that is blocked in a collective cannot, and its process is ended. Ranks between
@@ -37,6 +37,10 @@ from ds_compress.transport.p2p import is_connection_lost
 
 GRACE = 4.0
 """Seconds for an error that is on its way."""
+
+PAUSE = 60.0
+"""Seconds for what a program does when it has caught an error, such as to write its weights, or to wait
+before it tries again."""
 
 BEATS = 1000
 """Lines that rank 0 reads in a second, about; in larger jobs ranks report less often than once a second."""
@@ -270,13 +274,14 @@ class Watchdog:
         known = [(peer.progress, peer.left, peer.is_waiting) for peer in self._connections.peers]
         known.append((self._progress, self._left, self._is_waiting))
         front = max(progress for progress, *_ in known)
-        left = next((text for progress, text, _ in known if text and progress >= front - 1), "")
+        place, left = max([(at, text) for at, text, _ in known if text and at >= front - 1], default=(0, ""))
         others = [(progress, waits) for progress, text, waits in known if not text]
         is_missed = self._rank == 0 and front % 2 and left
         is_stuck = others and all(progress == front and waits for progress, waits in others)
         self._missed = self._missed + seconds if is_missed else 0.0
         self._blocked = self._blocked + seconds if is_missed and is_stuck else 0.0
-        return left if self._blocked > GRACE or self._missed > self._seconds else ""
+        most = GRACE if place == front else PAUSE  # in another call than the others, or between two
+        return left if self._blocked > most or self._missed > self._seconds else ""
 
     def _end_process(self) -> None:
         # not through Python's streams: the main thread may hold them
