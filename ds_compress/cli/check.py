@@ -202,7 +202,10 @@ def slow_notes(config: Config, rows: Sequence[Mapping[str, Any]], args: argparse
         args: of the command: `shape`, `dtype`, and `gbps` of the link.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    clock, x = clock_for(device), torch.randn(args.shape, device=device).to(DTYPES[args.dtype])
+    clock, x = (
+        clock_for(device),
+        torch.randn(args.shape, dtype=torch.float32, device=device).to(DTYPES[args.dtype]),
+    )
     measured = set[str]()
     for row in rows:
         place, direction = row["boundary"], row["direction"]

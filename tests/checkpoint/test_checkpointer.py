@@ -39,10 +39,6 @@ FEEDBACKS = {
     "ef_mixed": (TOPK, {"name": "ef_mixed", "dtype": "bf16"}),
     "loco": (QUANTIZE, "loco"),
     "aqsgd": (TOPK, "aqsgd"),
-    "aqsgd in little memory": (
-        {"name": "quantize", "bits": 2, "hadamard": True},
-        {"name": "aqsgd", "max_gb": 15.5 * 2 * 8 * 32 / 1e9},
-    ),
     "aqsgd in host memory": (
         QUANTIZE,
         {"name": "aqsgd", "offload": {"device": "cpu"}, "scope": "micro_batch"},
@@ -104,7 +100,6 @@ def assert_same(ours, theirs):
         ("ef_mixed", 1),
         ("loco", 1),
         ("aqsgd", 2),
-        ("aqsgd in little memory", 1),
         ("aqsgd in host memory", 1),
     ],
 )

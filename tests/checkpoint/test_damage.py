@@ -28,11 +28,14 @@ from ds_compress.message.channel import Boundary
 from tests.checkpoint.damaged_files import damaged, opened, signed
 
 RANK, STEP = Rank(1, 0, 0), 7
-LOWRANK = {"name": "lowrank", "rank": 2}
+LOWRANK, QUANTIZE = {"name": "lowrank", "rank": 2}, {"name": "quantize", "bits": 4}
 BLOCK = {
-    "forward": {"codec": LOWRANK, "feedback": "ef21"},
-    "backward": {"codec": {"name": "quantize", "bits": 4}, "feedback": "loco"},
-    "boundaries": {"0": {"backward": {"feedback": "ef"}}},
+    "forward": {"codec": LOWRANK, "feedback": "ef"},
+    "backward": {"codec": QUANTIZE, "feedback": "loco"},
+    "boundaries": {
+        "0": {"backward": {"feedback": "ef"}},
+        "1": {"forward": {"codec": QUANTIZE, "feedback": "ef21"}},
+    },
     "min_numel": 0,
 }
 
@@ -171,10 +174,12 @@ def test_what_lies_at_the_path_is_not_a_file(saved, path):
 def test_entries_that_do_not_fit(saved, path, key, value, logged, caplog):
     """Sound, but not what these settings leave behind: a release that keeps its state in another way."""
     entries = {f"{s.key}/0/{k}": v for s in saved[0] for k, v in s.boundary.memory[0].items()}
-    assert entries.pop(f"8/upstream/0/{key}", None) is not None or key.endswith(".x")
-    entries.update({f"8/upstream/0/{key}": value} if value is not None else {})
+    side = "4/downstream" if key.startswith("lowrank") else "8/upstream"
+    assert entries.pop(f"{side}/0/{key}", None) is not None or key.endswith(".x")
+    entries.update({f"{side}/0/{key}": value} if value is not None else {})
     path.write_bytes(signed(path, entries))
-    assert [each.status for each in found(saved)] == [RESTORED, UNFIT]
+    expected = {s.key: UNFIT if s.key == side else RESTORED for s in saved[0]}
+    assert [each.status for each in found(saved)] == [*expected.values()]
     assert re.search(logged, caplog.text), caplog.text
 
 
