@@ -119,7 +119,8 @@ def test_bytes_memory_and_ids_in_four_stages(first):
     values = MICRO_BATCH * WIDTH
     codes, scales = values * 2 // 8, 2 * values // 32
     packet = 32 + aligned(codes) + aligned(scales) + aligned(MICRO_BATCH) + aligned(8 * MICRO_BATCH)
-    four_bits = aligned(values * 4 // 8) + aligned(2 * 2 * values // 128)
+    # codes, two scales of a group, a bit of a row
+    four_bits = aligned(values * 4 // 8) + 2 * aligned(2 * values // 128) + aligned(MICRO_BATCH // 8)
     dense = 32 + (4 * values if first == "dense" else four_bits)
     messages = samples // MICRO_BATCH
     for stage in range(3):
