@@ -2,11 +2,13 @@
 
 gpt      LayerNorm, learned positions, GELU (Radford et al. 2019), by transformers
 llama    RMSNorm, rotary positions, SwiGLU (Touvron et al. 2023)
+moe      llama with four experts in place of the MLP, two of them for each token (Shazeer et al. 2017)
 neox     attention and MLP in parallel, LayerNorm, rotary positions in a quarter of each head (Black et
          al. 2022)
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,9 +45,29 @@ class Head(nn.Module):
         return self.logits(self.norm(x))
 
 
-def as_layers(gpt: GPT2LMHeadModel) -> list[nn.Module]:
-    """Return the layers of `gpt`, with its weights, as a sequence."""
-    return [GptEmbedding(gpt), *gpt.transformer.h, Head(gpt.transformer.ln_f, gpt.lm_head)]
+class DecoderBlock(nn.Module):
+    """One block of a Transformers decoder with rotary positions and causal attention."""
+
+    def __init__(self, block: nn.Module, rotary: nn.Module):
+        super().__init__()
+        self.block, self.rotary = block, rotary
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.size(1), device=x.device).unsqueeze(0)
+        return self.block(x, position_embeddings=self.rotary(x, places))
+
+
+def as_layers(model: Any) -> list[nn.Module]:
+    """Return the layers of a causal language model of Transformers, with its weights, as a sequence.
+
+    Args:
+        model: a `GPT2LMHeadModel`, or a decoder arranged as a Llama.
+    """
+    if isinstance(model, GPT2LMHeadModel):
+        return [GptEmbedding(model), *model.transformer.h, Head(model.transformer.ln_f, model.lm_head)]
+    body = model.model
+    blocks = [DecoderBlock(block, body.rotary_emb) for block in body.layers]
+    return [body.embed_tokens, *blocks, Head(body.norm, model.lm_head)]
 
 
 class RotaryAttention(nn.Module):
@@ -91,6 +113,43 @@ class LlamaBlock(nn.Module):
         return x + self.down(F.silu(gate) * up)
 
 
+class Experts(nn.Module):
+    """Gated MLPs of 8/3 the width, of which a router picks two for each token and weighs their outputs."""
+
+    def __init__(self, hidden: int, count: int = 4, chosen: int = 2):
+        super().__init__()
+        wide = 8 * hidden // 3
+        self.chosen = chosen
+        self.router = nn.Linear(hidden, count, bias=False)
+        self.gate_up = nn.ModuleList(nn.Linear(hidden, 2 * wide, bias=False) for _ in range(count))
+        self.down = nn.ModuleList(nn.Linear(wide, hidden, bias=False) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, experts = self.router(x).softmax(-1).topk(self.chosen)
+        weights = weights / weights.sum(-1, keepdim=True)
+        mixed = torch.zeros_like(x)
+        for number, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            place = (experts == number).nonzero(as_tuple=True)
+            token = place[:-1]
+            gate, up = gate_up(x[token]).chunk(2, dim=-1)
+            mixed = mixed.index_put(token, weights[place].unsqueeze(-1) * down(F.silu(gate) * up), True)
+        return mixed
+
+
+class MoeBlock(nn.Module):
+    """Attention, then experts."""
+
+    def __init__(self, hidden: int, heads: int):
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(hidden, eps=1e-5), nn.RMSNorm(hidden, eps=1e-5)
+        self.attention = RotaryAttention(hidden, heads, hidden // heads, bias=False)
+        self.experts = Experts(hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.experts(self.mlp_norm(x))
+
+
 class NeoxBlock(nn.Module):
     """Attention and MLP beside each other, each of the block's input."""
 
@@ -126,6 +185,11 @@ def llama(size: LanguageSize) -> list[nn.Module]:
     return _rotary(size, blocks, nn.RMSNorm(size.hidden, eps=1e-5))
 
 
+def moe(size: LanguageSize) -> list[nn.Module]:
+    blocks = [MoeBlock(size.hidden, size.heads) for _ in range(size.layers)]
+    return _rotary(size, blocks, nn.RMSNorm(size.hidden, eps=1e-5))
+
+
 def neox(size: LanguageSize) -> list[nn.Module]:
     return _rotary(
         size, [NeoxBlock(size.hidden, size.heads) for _ in range(size.layers)], nn.LayerNorm(size.hidden)
@@ -148,5 +212,6 @@ def _rotary(size: LanguageSize, blocks: list[nn.Module], norm: nn.Module) -> lis
 ARCHITECTURES: dict[str, Callable[[LanguageSize], list[nn.Module]]] = {
     "gpt": gpt,
     "llama": llama,
+    "moe": moe,
     "neox": neox,
 }

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoTokenizer, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch.reproduce.architectures import ARCHITECTURES, as_layers
 from launch.reproduce.presets import LanguageSize
@@ -94,14 +95,9 @@ class Language:
             hits += (logits.argmax(-1) == labels).sum().item()
         tokens = self._held_out[:, 1:].numel()
         measured = {"perplexity": _exp(loss / tokens), "token_accuracy": hits / tokens}
-        if self.is_pretrained:
+        if self.size.pretrain_steps:
             measured["generated_perplexity"] = self._judged(self._generated(model, device))
         return measured
-
-    @property
-    def is_pretrained(self) -> bool:
-        """Whether training starts from weights that all seeds share."""
-        return bool(self.size.pretrain_steps) or self.size.weights is not None
 
     def _generated(self, model: nn.Module, device: torch.device) -> Tensor:
         """Continue held-out prompts by sampling from the model."""
@@ -120,10 +116,15 @@ class Language:
     def _layers(self) -> list[nn.Module]:
         """Return the layers that training starts from."""
         if self.size.weights is not None:
-            folder = existing(self._data / self.size.weights, "weights of GPT-2")
-            return as_layers(GPT2LMHeadModel.from_pretrained(folder))
+            folder = existing(self._data / self.size.weights, "checkpoint of Transformers")
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            rank = getattr(self.size, "lora_rank", 0)
+            if rank:
+                adapters = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+                model = get_peft_model(model, adapters).get_base_model()
+            return as_layers(model)
         layers = ARCHITECTURES[self.size.architecture](self.size)
-        if self.is_pretrained:
+        if self.size.pretrain_steps:
             nn.Sequential(*layers).load_state_dict(load_file(self._weights()), strict=True)
         return layers
 

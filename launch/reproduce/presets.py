@@ -6,6 +6,8 @@ revisits    the same with samples that come back more often
 small       several architectures, fine-tuned and from scratch: a minute a run
 guard       the same, smaller from scratch: settings that may hurt, which the guard is judged by
 wide        the same task with hidden states of 256 values
+real        a pretrained model of 135 million parameters (SmolLM2, a Llama with attention sinks)
+long        from scratch at 300, 1,200 and 4,800 steps: what a setting costs as training goes on
 replicas    the same on two data-parallel replicas, with hidden states of 128 values
 smoke       for tests
 """
@@ -58,6 +60,13 @@ class LanguageSize:
     dropout: float
     gradient_clipping: float = 1.0  # DeepSpeed's default, and that of the paper's trainer
     architecture: str = "gpt"  # of `architectures.py`
+
+
+@dataclass(frozen=True)
+class CheckpointSize(LanguageSize):
+    """Size of a language task that fine-tunes a checkpoint of Transformers."""
+
+    lora_rank: int = 0  # of adapters of every linear layer, which alone are trained; 0: all weights are
 
 
 @dataclass(frozen=True)
@@ -147,6 +156,41 @@ REPLICATED: Preset = {
     for task, size in both(name, hidden=128).items()
 }
 
+SMOLLM2 = CheckpointSize(
+    layers=30,
+    hidden=576,
+    heads=9,
+    seq=128,
+    tokenizer="smollm2",
+    weights="smollm2",
+    pretrain_steps=0,
+    pretrain_batch=0,
+    pretrain_lr=0.0,
+    blocks=400,
+    test_blocks=64,
+    epochs=1,
+    batch=2,
+    lr=1e-4,
+    dropout=0.0,
+)
+
+REAL: Preset = {"smollm2-full": SMOLLM2, "smollm2-lora": replace(SMOLLM2, lr=5e-4, lora_rank=16)}
+
+LONG: Preset = {
+    f"{name}-{steps}": replace(
+        LANGUAGE,
+        architecture=name,
+        pretrain_steps=0,
+        blocks=4 * steps,
+        batch=4,
+        epochs=1,
+        lr=2e-3,
+    )
+    for name in ("llama", "moe")
+    for steps in (300, 1200, 4800)
+}
+"""From random weights, hidden states of 128 values, a block of text for each step and sample."""
+
 HELD_OUT = ("neox-finetuned", "neox-scratch")
 """Tasks that no setting was chosen on: they were run after the settings were fixed."""
 
@@ -155,6 +199,8 @@ PRESETS: dict[str, Preset] = {
     "small": SMALL,
     "guard": GUARD,
     "wide": both("llama", hidden=256),
+    "real": REAL,
+    "long": LONG,
     "replicas": REPLICATED,
     # how often a sample comes back is what AQ-SGD lives on
     "revisits": {"vision": CPU["vision"], "language": replace(CPU["language"], epochs=6)},
