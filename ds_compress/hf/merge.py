@@ -20,7 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from ds_compress.errors import CompressionError, errors_at, failures_at
 from ds_compress.hf.model import LoadedPart, make_layer_specs
 from ds_compress.hf.quantized import dequantize, make_plain
-from ds_compress.hf.run_folder import LATEST, checkpoint_name, read_step
+from ds_compress.hf.run_folder import LATEST, read_name
 from ds_compress.hf.settings import NAME, Settings, read_settings
 from ds_compress.hf.structure import replace_module
 from ds_compress.hf.weights import INDEX
@@ -71,10 +71,10 @@ def find_checkpoint(run: Path, which: str) -> Path:
     Raises:
         CompressionError: there is none.
     """
-    step = read_step(run, which)
-    if step is None:
+    name = read_name(run, which)
+    if name is None:
         raise CompressionError(f"{run}: no complete checkpoint: {which} is missing")
-    return run / checkpoint_name(step)
+    return run / name
 
 
 def _name_shards(shards: list[dict[str, int]], to: Path) -> None:

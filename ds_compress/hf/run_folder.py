@@ -95,8 +95,8 @@ class RunFolder:
         """
         # A machine that was stopped before it wrote the name has that checkpoint too, so the largest counts
         with raised_on_all_ranks():
-            named = read_step(self.path, LATEST)
-        step = max(gather_integers(-1 if named is None else named))
+            named = read_name(self.path, LATEST)
+        step = max(gather_integers(-1 if named is None else int(named.rpartition("step")[2])))
         if step < 0:
             return None
         found = gather_integers((self.path / checkpoint_name(step) / file).exists())
@@ -131,8 +131,10 @@ def checkpoint_name(step: int) -> str:
     return f"step{step}"
 
 
-def read_step(path: Path, name: str) -> int | None:
-    """Return the step of the checkpoint that the file `name` in the folder of a run names; None without it.
+def read_name(path: Path, name: str) -> str | None:
+    """Return the name of the checkpoint that the file `name` in the folder of a run holds; None without it.
+
+    Names are those of `checkpoint_name`, and DeepSpeed's own.
 
     Raises:
         CompressionError: it names none.
@@ -143,13 +145,13 @@ def read_step(path: Path, name: str) -> int | None:
         return None
     except OSError as error:
         raise CompressionError(f"{path / name} cannot be read: {error.strerror}") from None
-    found = re.fullmatch(rb"step(\d{1,18})\s*", data)
+    found = re.fullmatch(rb"((?:global_)?step\d{1,18})\s*", data)
     if not found:
         raise CompressionError(
             f"{path / name}: {shown(data)} is not allowed: should name a checkpoint of the run: write the "
             "name of the last complete folder beside it (step100) there, or choose a new folder"
         )
-    return int(found[1])
+    return found[1].decode()
 
 
 def _try_copy(file: Path, size: int, source: int) -> str:
