@@ -79,6 +79,7 @@ def run(stages, ds_config, folder, start=0, end=END, kill_at=None, **load_option
         "saved": None if start else saved,
         "loaded": loaded,
         "end": channel_state(engine),
+        "guard": engine.ds_compress.guard.state(),
         "warnings": warnings,
     }
 
@@ -122,7 +123,7 @@ def test_resuming_equals_going_on(name, replicas, tmp_path):
 
 
 def test_codecs_with_state_train_and_resume(tmp_path):
-    """Factors are state too."""
+    """Factors are state too, and so is the first loss of the guard, with which no checkpoint was written."""
     direction = {"codec": {"name": "lowrank", "rank": 8}}
     settings = ds_config(
         {"forward": direction, "backward": direction, "min_numel": 0, "warmup_steps": 1}, replicas=2
@@ -133,6 +134,7 @@ def test_codecs_with_state_train_and_resume(tmp_path):
     for ours, theirs in zip(resumed, whole):
         assert ours["losses"] == theirs["losses"][SAVED:]
         assert_same(ours["end"], theirs["end"])
+        assert ours["guard"] == theirs["guard"] == {"first_loss": whole[0]["losses"][0]}
     losses = whole[0]["losses"]
     assert sum(losses[-3:]) < 0.9 * sum(losses[1:4])
     replicas_differ = [not torch.equal(whole[0]["end"][key], whole[1]["end"][key]) for key in whole[0]["end"]]
