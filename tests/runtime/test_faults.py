@@ -14,8 +14,8 @@ MOMENT = r"packet for boundary \d, (forward|backward), step 2, micro-batch 2: "
 # what the rank that notices first says
 SAYS = {
     "kill": r"boundary \d, (forward|backward): rank {at} is gone: ",
-    "stop": r"boundary \d, (forward|backward): rank {at} did not answer within 3 s",
-    "cut": r"boundary \d, (forward|backward): rank \d (did not answer within 3 s|is gone: )",
+    "stop": SILENT,
+    "cut": r"rank \d (did not answer within 3 s|was not heard of for 3 s|is gone: )",
     "crash": r"ValueError: a mistake in the model",
     "body": MOMENT + "its checksum is another",
     "header": MOMENT + "its step is",
