@@ -55,6 +55,17 @@ def test_one_huge_row_leaves_the_others_alone(codec):
 
 
 @BOTH
+@pytest.mark.parametrize("small", [3, 40, 61])
+def test_rows_with_small_channels_leave_the_others_alone(codec, small):
+    """They lower the median level, and the others were shifted down by eight octaves and lost."""
+    x = rows(64, 512)
+    usual = errors_of_rows(x, roundtrip(codec, x)).median()
+    x[:small, ::2] *= 2.0**-20
+    errors = errors_of_rows(x, roundtrip(codec, x))
+    assert errors.max() < 1.5 * usual
+
+
+@BOTH
 def test_a_message_of_two_magnitudes_keeps_both(codec):
     """Half of the rows are a million times larger: no step suits both."""
     x = rows(64, 512)

@@ -1,5 +1,7 @@
 // Rows of a common magnitude, bit-identical to rows.py, which says why.
 
+#include <algorithm>
+
 #include "../native/calls.h"
 #include "entropy.h"
 
@@ -64,18 +66,20 @@ int64_t shift_rows(const void* x, int64_t bf16, int64_t rows, int64_t width, int
                    int32_t* levels, void* shifted) {
     return with_type(x, bf16, [&](auto* values) -> int64_t {
         typedef std::remove_const_t<std::remove_pointer_t<decltype(values)>> Value;
-        int64_t counts[256] = {}, others = 0, largest = 0;
+        int64_t means[256] = {}, mosts[256] = {}, others = 0, largest = 0;
         for (int64_t row = 0; row < rows; ++row) {
             const Level level = level_of(values + row * width, width);
             levels[row] = level.mean, levels[rows + row] = level.most;
             largest = level.most > largest ? level.most : largest;
-            if (level.mean >= 0) ++counts[level.mean], ++others;
+            if (level.mean >= 0) ++means[level.mean], ++mosts[level.most], ++others;
         }
-        const int64_t median = median_level(counts, others);
+        const int64_t median = median_level(means, others), median_most = median_level(mosts, others);
         bool is_shifted = false;
         for (int64_t row = 0; row < rows; ++row) {
-            const int64_t below = median - levels[row], above = -below - LARGER, room = largest - levels[rows + row];
-            const int64_t shift = limited(below > tolerance ? (below < room ? below : room) : above > 0 ? -above : 0);
+            const int64_t most = levels[rows + row], below = median - levels[row];
+            const int64_t up = below > tolerance ? std::min(below, largest - most) : 0;
+            const int64_t down = std::min(-below - LARGER, most - median_most);
+            const int64_t shift = limited(up - std::max<int64_t>(down, 0));
             shifts[row] = levels[row] < 0 ? ZEROS : static_cast<int8_t>(shift);
             is_shifted |= levels[row] >= 0 && shift;
         }

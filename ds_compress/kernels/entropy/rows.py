@@ -8,8 +8,9 @@ powers of two before they are quantized, as in block floating point.
 A row's level is the mean exponent of its values that are not 0, as biased in a float: the logarithm of their
 geometric mean, which a few large channels hardly change. Rows more than `tolerance` octaves below the median
 level are shifted up to it, but not beyond the largest magnitude of the message. Rows more than `LARGER`
-octaves above it are shifted down to that. A row of zeros is marked: it is decoded as zeros, whatever its code
-says.
+octaves above it are shifted down to that, but their largest magnitude not below that of the median row, as a
+level is low, too, where a row has small channels. A row of zeros is marked: it is decoded as zeros, whatever
+its code says.
 """
 
 import torch
@@ -40,13 +41,9 @@ def shift_rows(x: Tensor, tolerance: int) -> tuple[Tensor, Tensor]:
     exponents = values.float().view(torch.int32) >> 23 & 255
     count, most = (values != 0).sum(1), exponents.amax(1)
     levels = exponents.sum(1) // count.clamp(min=1)
-    ordered = torch.where(count == 0, -1, levels).sort().values
-    zeros = (count == 0).sum()
-    middle = zeros + (len(levels) - zeros) // 2
-    below = ordered.index_select(0, middle.clamp(max=len(levels) - 1).view(1)) - levels
-    shifts = torch.where(below > tolerance, below, 0).minimum(most.max() - most) + (below + LARGER).clamp(
-        max=0
-    )
+    below = _median(levels, count == 0) - levels
+    above = (-below - LARGER).minimum(most - _median(most, count == 0)).clamp(min=0)
+    shifts = torch.where(below > tolerance, below, 0).minimum(most.max() - most) - above
     shifts = torch.where(count == 0, 0, shifts.clamp(-MOST, MOST))
     shifted = values * _power_of_two(shifts).unsqueeze(1).to(values.dtype)
     return shifted, torch.where(count == 0, ZEROS, shifts).to(torch.int8)
@@ -65,6 +62,14 @@ def unshift_rows(y: Tensor, shifts: Tensor) -> Tensor:
     scaled = torch.where(values.isfinite(), values.clamp(-most, most), values) * _power_of_two(-octaves)
     is_zero = (shifts == ZEROS).unsqueeze(1)
     return y.copy_(torch.where(is_zero, values - values, scaled))  # nan stays
+
+
+def _median(levels: Tensor, leave_out: Tensor) -> Tensor:
+    """Return the upper median of `levels` that are not left out, [1]; of none, any number."""
+    ordered = torch.where(leave_out, -1, levels).sort().values
+    left = leave_out.sum()
+    middle = left + (len(levels) - left) // 2
+    return ordered.index_select(0, middle.clamp(max=len(levels) - 1).view(1))
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:
