@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import BertModel, GPT2Config, GPT2LMHeadModel
 
 from launch.reproduce.presets import LanguageSize
 
@@ -68,6 +68,18 @@ def as_layers(model: Any) -> list[nn.Module]:
     body = model.model
     blocks = [DecoderBlock(block, body.rotary_emb) for block in body.layers]
     return [body.embed_tokens, *blocks, Head(body.norm, model.lm_head)]
+
+
+class MeanOfTokens(nn.Module):
+    """Hidden states [batch, seq, hidden] -> encodings of the passages, [batch, hidden]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+def encoder_layers(model: BertModel) -> list[nn.Module]:
+    """Return the layers of a BERT, with its weights, as a sequence; all tokens of its inputs are real."""
+    return [model.embeddings, *model.encoder.layer, MeanOfTokens()]
 
 
 class RotaryAttention(nn.Module):

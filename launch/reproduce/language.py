@@ -43,7 +43,7 @@ class Language:
         text = self._tokens("train")
         split = int(len(text) * PRETRAINED_ON) if size.pretrain_steps else 0
         self._pretraining, self._blocks = text[:split], self._cut(text[split:], size.blocks)
-        self._held_out = self._cut(self._tokens("valid"), size.test_blocks)
+        self.held_out = self._cut(self._tokens("valid"), size.test_blocks)
         self.epochs, self.gradient_clipping = size.epochs, size.gradient_clipping
         self.steps_per_epoch = len(self._blocks) // size.batch
 
@@ -88,12 +88,12 @@ class Language:
         """Perplexity a token, share of tokens predicted, and the perplexity of generated text to the model
         before fine-tuning, if there was one."""
         loss, hits = 0.0, 0
-        for block in self._held_out.split(self.size.batch):
+        for block in self.held_out.split(self.size.batch):
             inputs, labels = block[:, :-1].to(device), block[:, 1:].to(device)
             logits = model(inputs)
             loss += F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").item()
             hits += (logits.argmax(-1) == labels).sum().item()
-        tokens = self._held_out[:, 1:].numel()
+        tokens = self.held_out[:, 1:].numel()
         measured = {"perplexity": _exp(loss / tokens), "token_accuracy": hits / tokens}
         if self.size.pretrain_steps:
             measured["generated_perplexity"] = self._judged(self._generated(model, device))
@@ -101,7 +101,7 @@ class Language:
 
     def _generated(self, model: nn.Module, device: torch.device) -> Tensor:
         """Continue held-out prompts by sampling from the model."""
-        text = self._held_out[:PROMPTS, :PROMPT].to(device)
+        text = self.held_out[:PROMPTS, :PROMPT].to(device)
         drawing = generator(0)
         for _ in range(min(GENERATED, self.size.seq - PROMPT)):
             chances = model(text)[:, -1].softmax(-1).cpu().nan_to_num(0, 0, 0) + 1e-9

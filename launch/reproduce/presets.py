@@ -70,6 +70,13 @@ class CheckpointSize(LanguageSize):
 
 
 @dataclass(frozen=True)
+class EncoderSize(LanguageSize):
+    """Size of a task that fine-tunes an encoder of sentences; a block is two passages of `seq` tokens."""
+
+    kind: ClassVar = "encoder"
+
+
+@dataclass(frozen=True)
 class ReplicatedSize(LanguageSize):
     """Size of a language task that data-parallel replicas train, each on its part of every batch."""
 
@@ -174,7 +181,29 @@ SMOLLM2 = CheckpointSize(
     dropout=0.0,
 )
 
-REAL: Preset = {"smollm2-full": SMOLLM2, "smollm2-lora": replace(SMOLLM2, lr=5e-4, lora_rank=16)}
+MINILM = EncoderSize(
+    layers=6,
+    hidden=384,
+    heads=12,
+    seq=64,
+    tokenizer="minilm",
+    weights="minilm",
+    pretrain_steps=0,
+    pretrain_batch=0,
+    pretrain_lr=0.0,
+    blocks=1600,
+    test_blocks=512,
+    epochs=1,
+    batch=8,
+    lr=5e-5,
+    dropout=0.1,
+)
+
+REAL: Preset = {
+    "smollm2-full": SMOLLM2,
+    "smollm2-lora": replace(SMOLLM2, lr=5e-4, lora_rank=16),
+    "minilm-full": MINILM,
+}
 
 LONG: Preset = {
     f"{name}-{steps}": replace(

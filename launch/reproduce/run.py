@@ -15,13 +15,14 @@ import torch
 from torch import nn
 
 from ds_compress.simulate import SimulatedReplicas, Traffic, announce, evaluating, simulate, traffic
+from launch.reproduce.encoder import Encoder
 from launch.reproduce.language import Language
 from launch.reproduce.presets import PRESETS
 from launch.reproduce.settings import SETTINGS, Block
 from launch.reproduce.task import STAGES, Batch, Task
 from launch.reproduce.vision import Vision
 
-KINDS: dict[str, Any] = {"vision": Vision, "language": Language}
+KINDS: dict[str, Any] = {"vision": Vision, "language": Language, "encoder": Encoder}
 PACKAGES = ("torch", "ds_compress", "deepspeed", "transformers")
 ON_AND_OFF = {"on": "compressed", "off": "uncompressed"}
 BITS = 32  # of a value that is not compressed: both tasks train in fp32

@@ -9,7 +9,7 @@ from launch.reproduce.run import BITS, Row
 from launch.reproduce.settings import SETTINGS
 
 KINDS = {task: size.kind for preset in PRESETS.values() for task, size in preset.items()}
-METRICS = {task: {"vision": "accuracy", "language": "perplexity"}[kind] for task, kind in KINDS.items()}
+METRICS = {task: "accuracy" if kind == "vision" else "perplexity" for task, kind in KINDS.items()}
 EXTRA = {"generated_perplexity": "generated text"}
 """Further measures that have columns where they were taken, and what these are called."""
 LARGEST = 1000

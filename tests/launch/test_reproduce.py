@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import BertConfig, BertModel, BertTokenizerFast, GPT2Config, GPT2LMHeadModel
 
 from launch.reproduce.architectures import ARCHITECTURES, as_layers
 from launch.reproduce.command import main
@@ -191,6 +191,39 @@ def test_the_layers_of_a_gpt_compute_what_it_computes(data, tmp_path):
         assert torch.equal(nn.Sequential(*layers)(ids), expected)
         assert torch.equal(nn.Sequential(*in_stages(layers))(ids), expected)
     assert len(in_stages(layers)) == 4
+
+
+def test_an_encoder_is_trained_in_four_stages(data, tmp_path, monkeypatch):
+    """From a checkpoint of Transformers, which the stages together compute."""
+    words = ["[UNK]", "[CLS]", "[SEP]", *(set((data / "wikitext2" / "train.txt").read_text().split()))]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "bert")
+    config = BertConfig(
+        vocab_size=len(words),
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        intermediate_size=64,
+    )
+    model = BertModel(config).eval()
+    model.save_pretrained(tmp_path / "bert")
+    (tmp_path / "wikitext2").symlink_to(data / "wikitext2")
+    size = replace(
+        PRESETS["real"]["minilm-full"],
+        tokenizer="bert",
+        weights="bert",
+        seq=8,
+        blocks=80,
+        test_blocks=8,
+        lr=1e-3,
+    )
+    task = KINDS[size.kind](size, tmp_path, tmp_path)
+    inputs, labels, ids = next(task.epoch(0, 0))
+    with torch.no_grad():
+        assert torch.equal(nn.Sequential(*task.stages(0)).eval()(inputs), model(inputs)[0].mean(1))
+    assert inputs.shape == (16, 8) and labels.tolist() == list(range(8)) and len(set(ids.tolist())) == 8
+    row = execute(Run("real", "minilm-full", "entropy3.3/dither2", 0), task, torch.device("cpu"))
+    assert row["steps"] == 10 and row["perplexity_on"] != row["perplexity_off"]
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
