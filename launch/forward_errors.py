@@ -22,6 +22,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ds_compress.codec import Codec, Context, TensorSpec, build
 from ds_compress.codecs.message_error import MessageError, compare
+from ds_compress.config.recipes import LIMITS
 from launch.reproduce.grid import append_row, read_rows
 from launch.reproduce.run import Row, environment, task_of
 from launch.reproduce.tables import markdown
@@ -131,6 +132,19 @@ def correlations(rows: list[Row]) -> str:
     return markdown(["task", "codecs", "error of a message", "token error"], lines)
 
 
+def budgets(rows: list[Row]) -> str:
+    """The largest rise of the loss that any codec within each error budget of `auto` causes, by task."""
+    tasks = dict.fromkeys(row["task"] for row in rows)
+    lines = []
+    for quality, limits in LIMITS.items():
+        own = [row for row in rows if row["token_error"] <= limits.forward]
+        rises = [[row["loss_rise"] for row in own if row["task"] == name] for name in tasks]
+        if any(rises):
+            cells = (f"{max(each):+.2f} ({len(each)} codecs)" if each else "" for each in rises)
+            lines.append([f"`{quality}`", f"{limits.forward:g}", *cells])
+    return markdown(["quality", "token error", *(f"{name}, %" for name in tasks)], lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="What errors of activations do to a loss.")
     parser.add_argument("--data", type=Path, help="folder with the data sets; needed to run anything")
@@ -151,7 +165,7 @@ def main() -> None:
             append_row(file, row)
             print(name, row["codec"], f"{row['token_error']:.4f} {row['loss_rise']:+.3f} %", flush=True)
     rows = [row for row in read_rows(file) if row["blocks"] == args.blocks]
-    print(table(rows), correlations(rows), sep="\n\n")
+    print(table(rows), correlations(rows), budgets(rows), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -10,8 +10,16 @@ from launch.reproduce.run import Row
 from launch.reproduce.settings import REPLICAS
 from launch.reproduce.tables import METRICS, markdown
 
-ACROSS = ("small", "wide")
+ACROSS = ("real", "small", "wide")
 """Presets of several architectures, on which recipes are judged."""
+REAL_TASKS = {
+    "smollm2-full": "SmolLM2, all weights",
+    "smollm2-lora": "SmolLM2, LoRA",
+    "minilm-full": "MiniLM, all weights",
+}
+REAL = tuple(REAL_TASKS.values())
+SMALL = ("fine-tuned", "from scratch", "CNN")
+"""Kinds of tasks, as the tables of recipes name them: with the weights of others, and with our own."""
 REPLICA_NAMES = {
     "replicas8-ef": "8 bits, `ef`",
     "replicas4-ef": "4 bits, `ef`",
@@ -43,7 +51,9 @@ class Cost(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Which column of the tables it belongs to: fine-tuned, from scratch or CNN."""
+        """Which column of the tables of recipes it belongs to: one of `REAL` or `SMALL`."""
+        if self.task in REAL_TASKS:
+            return REAL_TASKS[self.task]
         if METRICS[self.task] == "accuracy":
             return "CNN"
         return "fine-tuned" if self.task.endswith("-finetuned") else "from scratch"

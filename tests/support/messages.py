@@ -24,12 +24,7 @@ Messages = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 
 def transformer() -> Messages:
     """Return hidden states and gradients between the blocks of a byte model trained on Python source."""
-    return _shared(_train_transformer)[1]
-
-
-def transformer_before() -> Messages:
-    """The same, some steps earlier."""
-    return _shared(_train_transformer)[0]
+    return _shared(_train_transformer)
 
 
 @cache
@@ -39,7 +34,7 @@ def _shared(train: Callable[[], Any]) -> Any:
     return torch.load(folder / "messages")
 
 
-def _train_transformer() -> tuple[Messages, Messages]:
+def _train_transformer() -> Messages:
     text = "".join(map(inspect.getsource, (json, textwrap, inspect))).encode()
     data = torch.tensor(list(text), dtype=torch.int64)
     generator = torch.Generator().manual_seed(0)
@@ -102,14 +97,14 @@ def _train_cnn() -> Messages:
         return F.cross_entropy(head(x.mean((2, 3))), labels[picked])
 
     parameters = [each for part in (stem, groups, joins, head) for each in part.parameters()]
-    forward, backward = _messages(loss, parameters, steps=60, rate=2e-3)[1]
+    forward, backward = _messages(loss, parameters, steps=60, rate=2e-3)
     return forward[:3], backward[:3]
 
 
 def _messages(loss, parameters, steps, rate):
-    """Of step `steps`, and of that 20 earlier."""
-    optimizer, found = torch.optim.Adam(parameters, lr=rate), []
-    for step in range(steps + 1):
+    """Of step `steps`."""
+    optimizer = torch.optim.Adam(parameters, lr=rate)
+    for _ in range(steps + 1):
         cuts: list[Tensor] = []
         optimizer.zero_grad()
         value = loss(cuts)
@@ -117,9 +112,7 @@ def _messages(loss, parameters, steps, rate):
             cut.retain_grad()
         value.backward()
         optimizer.step()
-        if step in (steps - 20, steps):
-            found.append((tuple(cut.detach() for cut in cuts), tuple(cut.grad for cut in cuts)))
-    return found
+    return tuple(cut.detach() for cut in cuts), tuple(cut.grad for cut in cuts)
 
 
 def residual_stream():
@@ -166,14 +159,3 @@ def with_spectrum(decay, n, h, seed=0):
     generator = torch.Generator().manual_seed(seed)
     v = torch.linalg.qr(torch.randn(h, h, generator=generator)).Q
     return (torch.randn(n, h, generator=generator) * decay ** torch.arange(h)) @ v.T
-
-
-def drifting(step, h=32):
-    """Rows whose directions turn by a little with every step, the strong ones into the weak ones."""
-    angle, turn = torch.tensor(0.01 * step), torch.eye(h)
-    cos, sin = angle.cos(), angle.sin()
-    for strong in range(h // 4):
-        weak = h - 1 - strong
-        turn[strong, strong], turn[strong, weak], turn[weak, strong], turn[weak, weak] = cos, sin, -sin, cos
-    rows = torch.randn(512, h, generator=torch.Generator().manual_seed(step))
-    return (rows * 0.8 ** torch.arange(h)) @ turn
