@@ -90,7 +90,9 @@ class GuardOptions(Options):
     training on it. 0: never. The loss is not checked if activations have a feedback: evaluation omits it."""
     loss: float = Field(default=0.02, gt=0, le=1e9)
     """Largest change of the loss by compression, as a share of the uncompressed loss. A higher loss means
-    that compression hurts; a lower one, that the model now depends on it and loses when evaluated without."""
+    that compression hurts; a lower one, that the model now depends on it and loses when evaluated without.
+    Harms add up: the change of the loss, the token error and the error of accumulated gradients, each as a
+    share of its limit, are also too much together if the root of the sum of their squares is above 1."""
     loss_floor: float = Field(default=0.001, ge=0, le=1e9)
     """Change of the loss, as a share of the loss of the first step, that is allowed whatever `loss` says: any
     share of a loss near zero is nothing."""

@@ -193,7 +193,7 @@ class Session:
             yield
             if self.outer is not None:
                 self.outer.end_step()
-            if guard.acts and guard.compares_losses(engine.global_steps):
+            if guard.compares_losses(engine.global_steps):
                 guard.check_limits(engine, self.monitor.message_quality())
             if guard.due:
                 guard.check_loss(engine)

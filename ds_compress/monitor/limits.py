@@ -51,6 +51,10 @@ class MessageQuality(NamedTuple):
         own = (error, 0.0) if direction == "forward" else (0.0, gradient)
         return cls(*own, *lasting)
 
+    def shares(self, guard: GuardOptions) -> dict[str, float]:
+        """Return the errors as shares of their limits, by the name of the limit."""
+        return {name: getattr(self, name) / getattr(guard, name) for name in ("error", "gradient_error")}
+
     def violations(self, guard: GuardOptions) -> list[Violation]:
         """Return the limits that are exceeded; nan, which means not known, exceeds none."""
         found = {

@@ -3,6 +3,10 @@
 After a training step the last micro-batch of that step passes the pipeline twice more, in evaluation, by
 DeepSpeed's own schedule; all micro-batches of the step where that schedule takes no fewer. This leaves the
 state of training unchanged.
+
+Harms add up: what evaluation loses, what training on inexact activations loses, and what biased gradients do.
+So the guard also judges them together, each as a share of its limit. The root of the sum of the squared
+shares is at most 1. With 2 bits in both directions each of them may stay below its limit.
 """
 
 import contextlib
@@ -54,6 +58,7 @@ class Guard:
         self._boundaries = boundaries
         self._has_warned = False
         self._first_loss: float | None = None  # of training; None until a step had a finite one
+        self._worst = LOSSLESS  # of the messages that were judged last
         self._loads_itself = False  # whether the program loads its micro-batches
         self.follow()
 
@@ -137,21 +142,28 @@ class Guard:
             return torch.stack([loss.detach().float().reshape(()) for loss in losses]).mean()
 
     def _judge(self, engine: Any, compressed: float, plain: float) -> None:
-        first = abs(plain) if self._first_loss is None else self._first_loss
-        cost, most = (
-            compressed - plain,
-            max(self._options.loss * abs(plain), self._options.loss_floor * first),
+        cost, first = compressed - plain, abs(plain) if self._first_loss is None else self._first_loss
+        allowed = max(self._options.loss * abs(plain), self._options.loss_floor * first)
+        limits, directions = f"ds_compress.guard.loss: {self._options.loss:.0%}", DIRECTIONS[:1]
+        if -allowed <= cost <= allowed:
+            shares = {"loss": abs(cost) / allowed if allowed else 0.0, **self._worst.shares(self._options)}
+            # messages beyond a limit of their own have been reported
+            if max(shares.values()) > 1 or math.hypot(*shares.values()) <= 1:
+                return
+            parts = (f"{share:.0%} of ds_compress.guard.{limit}" for limit, share in shares.items())
+            limits, directions = f"{', '.join(parts)}: too much together", DIRECTIONS
+        used = [self._config.codecs(number) for number in range(self._boundaries)]
+        codecs = (
+            f"{direction} {', '.join(dict.fromkeys(str(getattr(each, direction)) for each in used))}"
+            for direction in directions
         )
-        if -most <= cost <= most:
-            return
-        codecs = dict.fromkeys(str(self._config.codecs(number).forward) for number in range(self._boundaries))
         # a loss that is no number with compression hurts
-        meaning = "the model has come to need it" if cost < 0 else "it hurts"
-        share = f"{cost / abs(plain):+.0%}" if plain else "all of it"
+        meaning = "the model has come to need it" if cost < -allowed else "it hurts"
+        share = f"{cost / abs(plain):+.1%}" if plain else "all of it"
         line = (
             f"ds_compress: guard: after step {engine.global_steps} a loss of {plain:.4g} is {compressed:.4g} "
-            f"with compression ({share}; ds_compress.guard.loss: {self._options.loss:.0%}): {meaning}; "
-            f"forward {', '.join(codecs)}: use more bits or a higher density, or another codec"
+            f"with compression ({share}; {limits}): {meaning}; "
+            f"{'; '.join(codecs)}: use more bits or a higher density, or another codec"
         )
         if self.acts:
             raise CompressionError(line)
@@ -160,7 +172,7 @@ class Guard:
             self._has_warned = True
 
     def check_limits(self, engine: Any, known: Mapping[ChannelKey, MessageQuality]) -> None:
-        """Judge the messages of a step for which `compares_losses` holds; called on every rank.
+        """Judge the messages of a step for which `compares_losses` holds, before its loss; on every rank.
 
         Args:
             known: what this replica measured (`Monitor.message_quality`).
@@ -174,6 +186,9 @@ class Guard:
         # unknown: the message is not finite, or its sender cannot decode it
         most = torch.where(most.isnan(), most.new_tensor(LOSSLESS), most)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        self._worst = MessageQuality(*most.amax(0).tolist())
+        if not self.acts:  # the monitor warns
+            return
         over = []
         for (number, direction), row in zip(keys, most.tolist()):
             violations = MessageQuality(*row).violations(self._options)

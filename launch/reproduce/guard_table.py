@@ -1,8 +1,9 @@
 """Make the table of the guard: which settings it warns of, and whether these hurt.
 
 A setting hurts in a task if training under it costs more than `HARM` (`costs.py`), evaluated uncompressed.
-The guard warns if messages exceed its limits at its steps, or if the last weights of a language model,
-evaluated compressed and not, differ by more than `guard.loss`. Losses of images are not in the rows.
+The guard warns if messages exceed its limits at its steps, if the last weights of a language model, evaluated
+compressed and not, differ by more than `guard.loss`, or if all of this is too much together. Losses of images
+are not in the rows.
 """
 
 import math
@@ -10,6 +11,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from ds_compress.config import Config
+from ds_compress.monitor.limits import MessageQuality
 from launch.reproduce.costs import lost
 from launch.reproduce.presets import HELD_OUT
 from launch.reproduce.run import Row
@@ -27,10 +29,11 @@ def warns(row: Row) -> bool:
     others = set(row["warnings"]) - {"gradient_error"}
     if row["diverged"] or others or row["gradient_error"] > guard.gradient_error:
         return True
-    if METRICS[row["task"]] == "accuracy":
-        return False
-    on, off = math.log(row["perplexity_on"]), math.log(row["perplexity_off"])
-    return abs(on - off) > guard.loss * off
+    shares = MessageQuality(row["error_forward"] or 0.0, row["gradient_error"], 0.0, 0.0).shares(guard)
+    if METRICS[row["task"]] == "perplexity":
+        on, off = math.log(row["perplexity_on"]), math.log(row["perplexity_off"])
+        shares["loss"] = abs(on - off) / off / guard.loss
+    return math.hypot(*shares.values()) > 1
 
 
 def guard_table(rows: Iterable[Row]) -> str:

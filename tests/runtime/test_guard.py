@@ -179,6 +179,22 @@ def test_a_setting_that_collapses_is_stopped(name):
     assert "guard: after step 5 " in line
 
 
+BOTH_WAYS = {
+    "TopK of 30 %": ({"codec": {"name": "topk", "density": 0.3}}, True),
+    "8 bits": (FINE, False),
+    "entropy of 4 bits": ({"codec": {"name": "entropy", "bits": 4}}, False),
+}
+
+
+@pytest.mark.parametrize("codec, ends", BOTH_WAYS.values(), ids=BOTH_WAYS)
+def test_harms_within_their_limits_add_up(codec, ends):
+    """TopK had cost 10 % of the loss by step 30 and went on: loss, activations and gradients are each within
+    their limits at the first check. So did 2 bits in both directions."""
+    config = ds_config(block(codec, codec, action="stop"))
+    (line,) = {rank["error"] for rank in run_ranks(2, trained, 2, config, FIRST_CHECK)}
+    assert ("guard.gradient_error: too much together" in line) == ends == bool(line)
+
+
 STOCHASTIC = {"codec": {"name": "quantize", "bits": 2, "rounding": "stochastic", "hadamard": True}}
 
 
