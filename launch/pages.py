@@ -58,6 +58,7 @@ MARKS = {
     name: (f"<!-- {name}: begin; made by `make docs` -->", f"<!-- {name}: end -->")
     for name in (
         "recipes",
+        "errors",
         "small",
         "costs",
         "guard",
