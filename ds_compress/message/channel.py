@@ -235,8 +235,8 @@ class Boundary:
         self.sample_ids: dict[int, Tensor] = {}  # of the present step, by micro-batch
         self.loss_scale = 1.0  # of the gradients of the present step
         self.dependence: tuple[bool, ...] | None = None
-        """Whether each float tensor of a message depends on parameters; None while that is not known.
-        Equal on both sides."""
+        """Whether each float tensor of a message depends on parameters and holds no mask; None while that is
+        not known. Equal on both sides."""
         self._stashes: dict[tuple[int, int], dict[str, Tensor]] = {}
         codecs: BoundaryCodecs = config.codecs(number)
         self.forward = Channel(self, "forward", codecs.forward)

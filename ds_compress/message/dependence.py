@@ -1,4 +1,4 @@
-"""Find out which float tensors of a message depend on parameters.
+"""Find out which float tensors of a message depend on parameters, and hold no mask.
 
 A stage may pass on masks, position tables or ids beside its hidden state, as floats too. They follow from the
 data alone and need no gradient, and a loss of precision in them is not noise but another model. They are sent
@@ -8,6 +8,9 @@ Asking autograd is not enough: in evaluation it keeps nothing, a frozen stage ha
 segment is one node for all that it returns. So every operation is observed while the tensors are computed:
 outputs of an operation with a marked input are marked. Parameters are marked at first, and on later stages
 those received tensors that were marked where they came from.
+
+A learned bias may hold a mask: its values are so large that nothing is left of the others in a group of a
+codec. Such a tensor is sent uncompressed, too.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,6 +34,9 @@ SHAPE_ALONE = {
     torch.ops.aten.new_full.default,
 }
 """Operations that take only the shape of a tensor."""
+
+MASKED = -1e8
+"""Values below are those of a mask; in fp16, values below half of the lowest finite one."""
 
 
 class DependencyTracker(TorchDispatchMode):
@@ -76,7 +82,7 @@ class DependencyTracker(TorchDispatchMode):
         self.mark(tensor for tensor, depends in zip(floats, dependence) if depends)
 
     def dependence(self, tensors: Sequence[Tensor], known: tuple[bool, ...] | None) -> tuple[bool, ...]:
-        """Find out which tensors of a message depend on parameters.
+        """Find out which tensors of a message depend on parameters and hold no mask.
 
         Args:
             tensors: of the message.
@@ -88,7 +94,7 @@ class DependencyTracker(TorchDispatchMode):
         floats = [tensor for tensor in tensors if tensor.dtype.is_floating_point]
         if known and len(known) == len(floats):
             return known
-        return tuple(map(self.depends_on_parameters, floats))
+        return tuple(self.depends_on_parameters(each) and not holds_mask(each) for each in floats)
 
     def depends_on_parameters(self, tensor: Tensor) -> bool:
         """Return whether `tensor` is a parameter, or marked."""
@@ -109,6 +115,12 @@ class DependencyTracker(TorchDispatchMode):
                         # what is written to through a view is written to
                         self.mark([tensor] if tensor._base is None else [tensor, tensor._base])
         return made
+
+
+def holds_mask(tensor: Tensor) -> bool:
+    """Return whether some values are those of a mask, as no activation is; this waits for the device."""
+    lowest = max(MASKED, torch.finfo(tensor.dtype).min / 2)
+    return tensor.numel() > 0 and bool((tensor.detach() < lowest).any())
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

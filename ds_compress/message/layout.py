@@ -173,7 +173,7 @@ def find_exemptions(
         elif spec.numel < block.min_numel:
             reasons.append(f"{spec.numel} values are fewer than min_numel")
         elif dependence is not None and is_known:
-            reasons.append("" if dependence[position] else "it does not depend on parameters")
+            reasons.append("" if dependence[position] else "it depends on no parameter or holds a mask")
         else:  # without a tracker a lone float tensor is taken for the hidden state
             reasons.append("" if is_lone else "not known to depend on parameters")
         position += is_float

@@ -141,7 +141,9 @@ def test_the_line_names_every_tensor_and_why():
     _, _, lines = run_ranks(3, trained, block_of("bf16"), Causal.layers(6), 3, False)[0]
     assert len(lines) == 1
     assert (
-        lines[0].count("[tensor 0 compressed; tensor 1, 2, 3 uncompressed, it does not depend on parameters]")
+        lines[0].count(
+            "[tensor 0 compressed; tensor 1, 2, 3 uncompressed, it depends on no parameter or holds a mask]"
+        )
         == 1
     )
     assert lines[0].count("[as forward]") == 1 and "per message: boundaries 0, 1: forward bf16" in lines[0]

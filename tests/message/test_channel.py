@@ -88,7 +88,10 @@ def test_what_depends_on_parameters_changes_the_layout():
     x, now = torch.randn(4, 64), MessageId(2)
     assert boundary.forward.layout_of([x, x], now).exempt == ["not known to depend on parameters"] * 2
     boundary.dependence = True, False
-    assert boundary.forward.layout_of([x, x], now).exempt == ["", "it does not depend on parameters"]
+    assert boundary.forward.layout_of([x, x], now).exempt == [
+        "",
+        "it depends on no parameter or holds a mask",
+    ]
     boundary.dependence = None
     assert all(boundary.forward.layout_of([x, x], now).exempt)
 
@@ -101,7 +104,7 @@ def test_a_lone_mask_is_sent_uncompressed():
     assert sender.forward.layout_of([mask], now).exempt == [""]  # before anything is known
     sender.dependence = receiver.dependence = (False,)
     packet, _, message = sender.forward.encode([mask], now)
-    assert message.exempt == ["it does not depend on parameters"]
+    assert message.exempt == ["it depends on no parameter or holds a mask"]
     (arrived,) = receiver.forward.decode(packet, receiver.forward.layout_of([mask], now), now)
     assert torch.equal(arrived, mask)
 

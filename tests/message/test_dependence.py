@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_compress.message.dependence import DependencyTracker
+from ds_compress.simulate import simulate
 
 
 def layer():
@@ -80,6 +81,33 @@ def test_received_tensors_carry_what_the_sender_says():
         hidden, mask = hidden.clone(), mask.clone()
     assert tracking.dependence([hidden, ids, mask], None) == (True, False)
     assert tracking.dependence([hidden, mask], (False, True)) == (False, True)  # known before
+
+
+class Biased(nn.Module):
+    """Makes a learned bias of attention, with a mask in it."""
+
+    def __init__(self, dtype, lowest):
+        super().__init__()
+        self.bias, self.lowest = nn.Parameter(torch.randn(2, 32, 32).to(dtype)), lowest
+
+    def forward(self, x):
+        return self.bias.masked_fill(torch.ones(32, 32).triu(1).bool(), self.lowest)
+
+
+@pytest.mark.parametrize("codec", ["quantize", "entropy", "topk"])
+@pytest.mark.parametrize("dtype, lowest", [
+    (torch.float32, torch.finfo(torch.float32).min),
+    (torch.bfloat16, torch.finfo(torch.bfloat16).min),
+    (torch.float16, torch.finfo(torch.float16).min),
+    (torch.float32, -1e9),
+    (torch.float32, -torch.inf),
+])  # fmt: skip
+def test_a_learned_bias_arrives_where_it_holds_a_mask(dtype, lowest, codec):
+    """Values that were not masked arrived finite, but wrong by up to 1e33."""
+    model = nn.Sequential(Biased(dtype, lowest), nn.Identity())
+    sent = model(torch.ones(1))
+    config = {"forward": {"codec": codec}, "backward": {"codec": codec}, "min_numel": 0}
+    assert torch.equal(simulate(model, {"ds_compress": config}, [1])(torch.ones(1)), sent)
 
 
 def test_a_compiled_layer():
