@@ -30,6 +30,7 @@ from launch.reproduce.tables import markdown
 ROOT = Path(__file__).resolve().parents[1]
 CODECS: tuple[dict[str, Any], ...] = (
     *({"name": "entropy", "bits": bits} for bits in (1.5, 2, 2.5, 3, 3.3, 4, 5)),
+    *({"name": "entropy", "bits": bits, "rank": 8} for bits in (2.5, 3.3, 4)),
     *({"name": "entropy", "bits": bits, "rounding": "dither"} for bits in (2, 3, 4, 5)),
     *({"name": "quantize", "bits": bits} for bits in (2, 3, 4, 6, 8)),
     *({"name": "quantize", "bits": bits, "hadamard": True} for bits in (3, 4, 5, 6)),

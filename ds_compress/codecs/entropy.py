@@ -8,6 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
+from ds_compress.codecs.directions import add_directions, factors_bits, factors_layout, subtract_directions
 from ds_compress.codecs.shapes import as_message, matrix_shape
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.backends import kernels
@@ -23,6 +24,9 @@ TOLERANCE = 2
 DITHERED_REACH = 2.0 ** (COARSER + 1)
 """Half of the coarsest step of a dithered message, as a multiple of its largest magnitude, at most."""
 
+ROUNDED_BASIS = 1.05
+"""Largest norm of the rest of a message without its directions: a basis of bf16 is not quite orthonormal."""
+
 
 @register("entropy")
 class Entropy(Codec):
@@ -34,6 +38,7 @@ class Entropy(Codec):
     examples = (
         *({"bits": bits} for bits in (4, 3.3, 2.5, 1)),
         {"bits": 2, "rounding": "dither"},
+        {"bits": 3.3, "rank": 8},
     )
 
     class Options(CodecOptions):
@@ -47,31 +52,44 @@ class Entropy(Codec):
         is 0: for gradients of few bits, where a systematic error costs more than a larger random one.
         nearest, where small values become 0, has the smaller error."""
 
+        rank: int = Field(0, ge=0, le=64)
+        """Directions that are sent apart, as the product of two thin factors: for activations, whose rows
+        have most of their energy in a few directions. Fewer where the factors would take more than an eighth
+        of the packet, as in messages of few or narrow rows."""
+
     def layout(self, spec: TensorSpec) -> Layout:
         words, rows = self._frame(spec).words if spec.numel else 0, self._rows(spec)
-        return (((words,), torch.int16), *((((rows,), torch.int8),) if rows else ()))
+        rank = self._rank(spec)
+        shifts: Layout = (((rows,), torch.int8),) if rows else ()
+        factors = factors_layout(rank, *matrix_shape(spec.shape)) if rank else ()
+        return (((words,), torch.int16), *shifts, *factors)
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         if not x.numel():
             return (torch.empty(0, dtype=torch.int16, device=x.device),)
         spec, values, backend = TensorSpec.of(x), x.detach(), kernels(x.device)
-        rows, shifts = self._rows(spec), ()
+        rows, shifts, factors = self._rows(spec), (), ()
+        if rank := self._rank(spec):
+            values, factors = subtract_directions(values.reshape(rows, -1), rank)
         if rows:
             values, *shifts = backend.shift_rows(values.reshape(rows, -1), 0 if self.unbiased else TOLERANCE)
         words = backend.encode_entropy(values.reshape(-1), self._frame(spec), self._dither(ctx))
-        return (words, *shifts)
+        return (words, *shifts, *factors)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         if not spec.numel:
             return torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
-        (words, *shifts), backend = parts, kernels(spec.device)
+        backend, has_factors = kernels(spec.device), self._rank(spec) > 0
+        (words, *shifts), factors = (parts[:2], parts[2:]) if has_factors else (parts, ())
         # shifted rows may leave the range of fp16
-        dtype = torch.bfloat16 if spec.dtype == torch.bfloat16 else torch.float32
+        dtype = torch.bfloat16 if spec.dtype == torch.bfloat16 and not has_factors else torch.float32
         values, valid = backend.decode_entropy(words, self._frame(spec), dtype, self._dither(ctx))
         if valid.device.type == "cpu" and not valid:  # a GPU's values are nan then: the host does not wait
             raise CompressionError("entropy: a damaged code came, no message is coded like that")
         if shifts:
             values = backend.unshift_rows(values.view(self._rows(spec), -1), *shifts)
+        if factors:
+            values = add_directions(values.view(self._rows(spec), -1), *factors)
         return as_message(values, spec)
 
     def _rows(self, spec: TensorSpec) -> int:
@@ -81,10 +99,17 @@ class Entropy(Codec):
         has_shifts = len(spec.shape) < 4 and rows > 1 and width * self.options.bits >= 8 * SHIFT_BITS
         return rows if has_shifts else 0
 
+    def _rank(self, spec: TensorSpec) -> int:
+        """Return the directions that are sent apart: only those of rows that have shifts."""
+        if not self.options.rank or not self._rows(spec):
+            return 0
+        most = spec.numel * self.options.bits / 8
+        return min(self.options.rank, int(most / factors_bits(1, *matrix_shape(spec.shape))))
+
     def _frame(self, spec: TensorSpec) -> CodeLayout:
-        """Return the frame of the code of a message of `spec`, without shifts."""
-        bits = self.options.bits - SHIFT_BITS * self._rows(spec) / max(spec.numel, 1)
-        return frame_of(spec.numel, bits, self.unbiased)
+        """Return the frame of the code of a message of `spec`, without shifts and factors."""
+        others = SHIFT_BITS * self._rows(spec) + factors_bits(self._rank(spec), *matrix_shape(spec.shape))
+        return frame_of(spec.numel, self.options.bits - others / max(spec.numel, 1), self.unbiased)
 
     def _dither(self, ctx: Context) -> int | None:
         """Return the key of the dither, None for none."""
@@ -95,9 +120,10 @@ class Entropy(Codec):
         return self.options.rounding == "dither"
 
     def error_bound(self, spec: TensorSpec) -> float:
+        rest = ROUNDED_BASIS if self._rank(spec) else 1.0  # its largest norm, relative to the message's
         if self.unbiased:  # each value is half a step off at most, however coarse that is
-            return DITHERED_REACH * math.sqrt(spec.numel)
-        return 1.0  # values that need more bits than there are become zeros
+            return rest * DITHERED_REACH * math.sqrt(spec.numel)
+        return rest  # values that need more bits than there are become zeros
 
     def gaussian_error_bound(self, spec: TensorSpec) -> float:
         # at high rates an ideal coder has 1.2 * 2^-rate; tables cost most in small messages

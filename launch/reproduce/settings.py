@@ -143,6 +143,7 @@ CHANGING: dict[str, Block] = {
 FORWARD = {
     "group4": group(4, hadamard=True),
     **{f"entropy{bits:g}": entropy(bits) for bits in (4, 3.3, 2.5)},
+    **{f"entropy{bits:g}-rank8": entropy(bits, rank=8) for bits in (4, 3.3, 2.5)},
 }
 """Codecs of activations."""
 
@@ -160,6 +161,9 @@ ONE_DIRECTION: dict[str, Block] = {
 BOTH_DIRECTIONS: dict[str, Block] = {
     f"{forward}/{backward}": block(FORWARD[forward], BACKWARD[backward])
     for forward, backward in (
+        ("entropy4-rank8", "dither3"),
+        ("entropy3.3-rank8", "dither2"),
+        ("entropy2.5-rank8", "dither1.5"),
         ("entropy4", "dither3"),
         ("entropy3.3", "dither2"),
         ("entropy2.5", "dither1.5"),
@@ -206,9 +210,11 @@ REPLICAS: dict[str, Block] = {
     "replicas8-4-ef-accordion": {
         "replicas": {"codec": group(8), "feedback": "ef", "policy": ACCORDION_BETWEEN_REPLICAS}
     },
-    "replicas4-ef+entropy4/dither3": between_replicas(group(4), "ef", **BOTH_DIRECTIONS["entropy4/dither3"]),
-    "replicas4-dither+entropy4/dither3": between_replicas(
-        group(4, rounding="dither"), **BOTH_DIRECTIONS["entropy4/dither3"]
+    "replicas4-ef+entropy4-rank8/dither3": between_replicas(
+        group(4), "ef", **BOTH_DIRECTIONS["entropy4-rank8/dither3"]
+    ),
+    "replicas4-dither+entropy4-rank8/dither3": between_replicas(
+        group(4, rounding="dither"), **BOTH_DIRECTIONS["entropy4-rank8/dither3"]
     ),
 }
 """Settings of gradients between replicas; the last ones also compress messages between stages."""

@@ -10,7 +10,8 @@ from tests.support.kernels import EACH_TARGET, compiled_for
 
 NEAREST = {"name": "entropy", "bits": 2.5}
 DITHER = {"name": "entropy", "bits": 2, "rounding": "dither"}
-BOTH = pytest.mark.parametrize("codec", [NEAREST, DITHER], ids=["nearest", "dither"])
+RANK = {"name": "entropy", "bits": 3, "rank": 8}
+BOTH = pytest.mark.parametrize("codec", [NEAREST, DITHER, RANK], ids=["nearest", "dither", "rank"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 

@@ -1,0 +1,62 @@
+"""The strongest directions of a message, sent apart from the rest as the product of two thin factors.
+
+The rows of a young model lie in a few directions: after 150 steps, 8 of 128 hold 99 % of their energy. A
+quantizer whose step suits these is too coarse for all else. In a pretrained model, what all tokens have in
+common is shrunk where small values become 0. The directions are found anew for each message, by power
+iterations on some of its rows (as in PowerSGD, Vogels et al., arXiv 1905.13727), and travel with it: no state
+is kept.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ds_compress.codec import Layout
+from ds_compress.codecs.lowrank import orthonormal
+from ds_compress.codecs.shapes import LARGEST_FACTOR
+
+ITERATIONS = 4
+SAMPLE = 128
+"""Rows that the directions are found from, at least, if there are so many."""
+LARGEST_CODE = 127
+
+
+def factors_layout(rank: int, rows: int, width: int) -> Layout:
+    """Return the layout of the factors that `subtract_directions` returns."""
+    return ((rows, rank), torch.int8), ((rank,), torch.float32), ((rank, width), torch.bfloat16)
+
+
+def factors_bits(rank: int, rows: int, width: int) -> int:
+    """Return the bits that the factors take."""
+    return rank * (8 * rows + 32 + 16 * width)
+
+
+def subtract_directions(m: Tensor, rank: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Subtract from `m`, [rows, width] of any float dtype, its product with its strongest directions.
+
+    Returns:
+        The rest, fp32 [rows, width], no longer than `m` up to the rounding of the basis; and the factors:
+        coefficients in units of the scales, the scales, the basis. Of values that are not finite, or beyond
+        the range of products, the scales are 0, and the rest is `m`.
+    """
+    m = m.float()
+    sample = m[:: max(1, len(m) // SAMPLE)]
+    largest = sample.abs().amax(1, keepdim=True)
+    sample = torch.where(largest > 0, sample / largest, 0)  # all rows count alike
+    products = sample @ sample.T
+    mixture = products[:, :: max(1, len(sample) // rank)][:, :rank]  # of rows, for each direction
+    for _ in range(ITERATIONS):
+        mixture, _ = orthonormal(products @ mixture)
+    directions, _ = orthonormal(sample.T @ mixture)
+    basis = directions.T.to(torch.bfloat16).contiguous()
+    coefficients = F.linear(m, basis.float())
+    scales = coefficients.abs().amax(0) / LARGEST_CODE
+    scales = torch.where(scales < LARGEST_FACTOR, scales, 0)
+    codes = torch.where(scales > 0, coefficients / scales, 0).round_().clamp_(-LARGEST_CODE, LARGEST_CODE)
+    rest = torch.addmm(m, codes * scales, basis.float(), alpha=-1)
+    return rest, (codes.to(torch.int8), scales, basis)
+
+
+def add_directions(rest: Tensor, codes: Tensor, scales: Tensor, basis: Tensor) -> Tensor:
+    """Invert `subtract_directions` on a decoded `rest`, fp32 [rows, width], in place; return it."""
+    return rest.addmm_(codes.float() * scales, basis.float())
