@@ -181,7 +181,8 @@ GRADIENTS: dict[str, Block] = {
 """Further codecs of gradients alone."""
 
 CANDIDATES: dict[str, Block] = {
-    **{f"group{bits}/{bits}": block(group(bits)) for bits in (8, 6)},
+    "group8/8": block(group(8)),
+    "group6/6-hadamard": block(group(6, hadamard=True)),
     **{f"none/group{bits}-dither": block("none", group(bits, hadamard=True, rounding="dither"))
        for bits in (3, 2)},
 }  # fmt: skip
