@@ -60,6 +60,7 @@ MARKS = {
         "recipes",
         "errors",
         "small",
+        "long",
         "costs",
         "guard",
         "replicas",
@@ -159,9 +160,9 @@ def link_name(link: str) -> str:
     return "unlimited" if link == "unshaped" else link
 
 
-def all_rows() -> list[Row]:
-    """Read the rows that recipes are judged by."""
-    return [row for preset in ACROSS for row in read_rows(ROOT / "results" / f"{preset}.jsonl")]
+def all_rows(presets: Sequence[str] = ACROSS) -> list[Row]:
+    """Read the rows that recipes are judged by, or those of other presets."""
+    return [row for preset in presets for row in read_rows(ROOT / "results" / f"{preset}.jsonl")]
 
 
 def recipes_table() -> str:
@@ -217,12 +218,12 @@ def off_on(pair: tuple[float, float], form: str) -> str:
     return " / ".join(format(value, form) for value in pair)
 
 
-def costs_table() -> str:
+def costs_table(presets: Sequence[str] = ACROSS) -> str:
     """Compare what all settings of several architectures cost."""
-    rows = all_rows()
+    rows = all_rows(presets)
     names = {row["setting"] for row in rows} - {"none"}
     known = dict.fromkeys(name for settings in SETTINGS.values() for name in settings if name in names)
-    return cost_table(rows, [*known, *sorted(names - {*known})])
+    return cost_table(rows, [*known, *sorted(names - {*known})], presets)
 
 
 def bandwidth_plot(image: Path) -> None:
@@ -286,6 +287,7 @@ def pages() -> Iterator[tuple[Path, str]]:
     parts = {
         "recipes": recipes_table(),
         "small": small_table(),
+        "long": costs_table(["long"]),
         "errors": f"{forward_errors.correlations(errors)}\n\n{forward_errors.budgets(errors)}",
         "costs": costs_table(),
         "guard": guard_table(judged),
@@ -297,7 +299,7 @@ def pages() -> Iterator[tuple[Path, str]]:
     }
     pages = {
         "README.md": ["recipes"],
-        "docs/evidence.md": ["recipes", "errors", "small"],
+        "docs/evidence.md": ["recipes", "errors", "long", "small"],
         "docs/cost-tables.md": ["costs", "guard"],
         "docs/replicas.md": ["replicas", "replica-links"],
         "docs/speed.md": ["steps", "codecs"],

@@ -100,12 +100,12 @@ def worst(costs: Sequence[Cost]) -> tuple[float, float]:
     return max(cost.off for cost in costs), max(cost.on for cost in costs)
 
 
-def cost_table(rows: Sequence[Row], settings: Iterable[str]) -> str:
-    """Compare settings over all tasks."""
-    found = {setting: costs for setting in settings if (costs := costs_of(rows, setting))}
+def cost_table(rows: Sequence[Row], settings: Iterable[str], presets: Sequence[str] = ACROSS) -> str:
+    """Compare settings over all tasks of `presets`."""
+    found = {setting: costs for setting in settings if (costs := costs_of(rows, setting, presets))}
     columns = [
         (preset, task)
-        for preset in ACROSS
+        for preset in presets
         for task in PRESETS[preset]
         if any((cost.preset, cost.task) == (preset, task) for costs in found.values() for cost in costs)
     ]
