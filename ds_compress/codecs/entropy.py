@@ -68,26 +68,25 @@ class Entropy(Codec):
         if not x.numel():
             return (torch.empty(0, dtype=torch.int16, device=x.device),)
         spec, values, backend = TensorSpec.of(x), x.detach(), kernels(x.device)
-        rows, shifts, factors = self._rows(spec), (), ()
+        frame, dither, rows = self._frame(spec), self._dither(ctx), self._rows(spec)
+        if not rows:
+            return (backend.encode_entropy(values.reshape(-1), frame, dither),)
+        values, factors = values.reshape(rows, -1), ()
         if rank := self._rank(spec):
-            values, factors = subtract_directions(values.reshape(rows, -1), rank)
-        if rows:
-            values, *shifts = backend.shift_rows(values.reshape(rows, -1), 0 if self.unbiased else TOLERANCE)
-        words = backend.encode_entropy(values.reshape(-1), self._frame(spec), self._dither(ctx))
-        return (words, *shifts, *factors)
+            values, factors = subtract_directions(values, rank)
+        tolerance = 0 if self.unbiased else TOLERANCE
+        return (*backend.encode_rows(values, tolerance, frame, dither), *factors)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         if not spec.numel:
             return torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
-        backend, has_factors = kernels(spec.device), self._rank(spec) > 0
-        (words, *shifts), factors = (parts[:2], parts[2:]) if has_factors else (parts, ())
+        backend, code, factors = kernels(spec.device), parts[:2], parts[2:]
+        decode = backend.decode_rows if len(code) > 1 else backend.decode_entropy
         # shifted rows may leave the range of fp16
-        dtype = torch.bfloat16 if spec.dtype == torch.bfloat16 and not has_factors else torch.float32
-        values, valid = backend.decode_entropy(words, self._frame(spec), dtype, self._dither(ctx))
+        dtype = torch.bfloat16 if spec.dtype == torch.bfloat16 and not factors else torch.float32
+        values, valid = decode(*code, self._frame(spec), dtype, self._dither(ctx))
         if valid.device.type == "cpu" and not valid:  # a GPU's values are nan then: the host does not wait
             raise CompressionError("entropy: a damaged code came, no message is coded like that")
-        if shifts:
-            values = backend.unshift_rows(values.view(self._rows(spec), -1), *shifts)
         if factors:
             values = add_directions(values.view(self._rows(spec), -1), *factors)
         return as_message(values, spec)

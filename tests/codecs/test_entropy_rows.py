@@ -5,6 +5,7 @@ import torch
 
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.kernels.backends import cpu, reference
+from ds_compress.kernels.entropy.format import frame_of
 from tests.support.codecs import assert_same_bits, roundtrip
 from tests.support.kernels import EACH_TARGET, compiled_for
 
@@ -88,17 +89,21 @@ def test_shifts_belong_to_the_declared_size(codec):
 
 @EACH_TARGET
 @DTYPES
-@pytest.mark.parametrize("tolerance", [0, 2])
-def test_both_backends_shift_alike(target, dtype, tolerance):
+@pytest.mark.parametrize("dither", [None, 7], ids=["nearest", "dither"])
+def test_both_backends_shift_alike(target, dtype, dither):
+    """Rows begin and end within the parts that C++ reads at a time."""
     x = rows(97, 77) * torch.exp2(torch.randint(-12, 12, (97, 1)).float())
-    x[3], x[50, 8], x[51, 9] = 0, torch.inf, torch.nan
+    x[3] = 0
+    broken = x.clone()
+    broken[50, 8], broken[51, 9] = torch.inf, torch.nan
+    decoded = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     with compiled_for(target):
-        for part in (x, x[:40], x[3:5], torch.zeros(4, 77), rows(9, 77)):
-            part = part.to(dtype)
-            ours, theirs = cpu.shift_rows(part, tolerance), reference.shift_rows(part, tolerance)
-            assert_same_bits(ours, theirs)
-            for shifts in (ours[1], torch.arange(-128, 128)[: 3 * len(part) : 3].to(torch.int8)):
-                values = (ours[0][: len(shifts)].clone() for _ in range(2))
-                assert_same_bits(
-                    [cpu.unshift_rows(next(values), shifts)], [reference.unshift_rows(next(values), shifts)]
-                )
+        for part in (x, broken, x[:40], x[3:6], torch.zeros(4, 77), rows(9, 77), rows(3, 2000) * x[:3, :1]):
+            part, frame = part.to(dtype), frame_of(part.numel(), 2.5, dither is not None)
+            for tolerance in (0, 2):
+                words, shifts = cpu.encode_rows(part, tolerance, frame, dither)
+                expected = reference.encode_rows(part, tolerance, frame, dither)
+                assert_same_bits((words, shifts), expected)
+            for its in (shifts, torch.arange(-128, 128)[::3][: len(part)].to(torch.int8)):
+                code = words, its[-len(part) :].repeat(2)[: len(part)], frame, decoded, dither
+                assert_same_bits(cpu.decode_rows(*code), reference.decode_rows(*code))

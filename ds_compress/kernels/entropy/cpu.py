@@ -37,10 +37,14 @@ _FRAME: dict[str, Any] = {
     "length": SIZE,
     "blocks": SIZE,
     "classes": range(1, CLASSES + 1),
+    "rows": SIZE,
 }
 _VALUES: dict[str, Any] = {"values": Buffer((*FLOATS,), ("numel",), dtype_from="bf16"), "bf16": FLAG}
 _KEY: dict[str, Any] = {"dithered": FLAG, "dither_first": WORD, "dither_second": WORD}
-_WORDS = Buffer((torch.int16,), ("size",))
+_CODE: dict[str, Any] = {
+    "words": Buffer((torch.int16,), ("size",)),
+    "shifts": Buffer((torch.int8,), ("rows",)),
+}
 _encode = Function(
     *("entropy", "encode_entropy"),
     **_VALUES,
@@ -53,11 +57,13 @@ _encode = Function(
     quarter=Buffer((torch.int32,), (FINER, 4 * (LEVELS[-1] + 1) + 1)),
     inverse=Buffer((torch.float32,), (STEPS,)),
     **_KEY,
+    tolerance=range(1 << 8),
     keys=Buffer((torch.int16,), ("numel",)),
     space=Buffer((torch.int32,), (_SPACE,)),
     scratch=Buffer((torch.int16,), (_AT_ONCE, "length")),
     sums=Buffer((torch.int64,), (_SUMS,)),
-    words=_WORDS,
+    levels=Buffer((torch.int64,), ("rows",)),
+    **_CODE,
 )
 _decode = Function(
     *("entropy", "decode_entropy"),
@@ -65,32 +71,15 @@ _decode = Function(
     **_FRAME,
     steps=Buffer((torch.float32,), (STEPS,)),
     **_KEY,
-    q=Buffer((torch.int8,), ("numel",)),
-    words=_WORDS,
+    q=Buffer((torch.int8,), (_AT_ONCE, "length")),
+    **_CODE,
 )
-
-_ROWS: dict[str, Any] = {
-    "values": Buffer((*FLOATS,), ("rows", "width"), dtype_from="bf16"),
-    "bf16": FLAG,
-    "rows": SIZE,
-    "width": SIZE,
-}
-_SHIFTS = Buffer((torch.int8,), ("rows",))
-_shift = Function(
-    *("rows", "shift_rows"),
-    **_ROWS,
-    tolerance=range(1 << 8),
-    shifts=_SHIFTS,
-    levels=Buffer((torch.int32,), (2, "rows")),
-    shifted=Buffer((*FLOATS,), ("rows", "width"), dtype_from="bf16"),
-)
-_unshift = Function(*("rows", "unshift_rows"), **_ROWS, shifts=_SHIFTS)
 
 
 class EntropyPlan:
-    """Calls for messages of one frame, fp32 or bf16."""
+    """Calls for messages of one frame, fp32 or bf16, in `rows` that are shifted, or 0."""
 
-    def __init__(self, frame: CodeLayout, dtype: torch.dtype):
+    def __init__(self, frame: CodeLayout, dtype: torch.dtype, rows: int):
         made = tables(torch.device("cpu"))
         known: dict[str, Any] = {
             "bf16": dtype == torch.bfloat16,
@@ -101,6 +90,7 @@ class EntropyPlan:
             "blocks": frame.blocks,
             "classes": frame.classes,
             "dithered": frame.dithered,
+            "rows": rows,
         }
         self.encode = _encode.bind(
             **known,
@@ -117,18 +107,39 @@ _plan = lru_cache(EntropyPlan)  # most messages have the shape of the one before
 def encode_entropy(x: Tensor, frame: CodeLayout, dither: int | None = None) -> Tensor:
     if not native.serves(x.numel()):
         return reference.encode_entropy(x, frame, dither)
+    return _encode_values(x, 0, 0, frame, dither)[0]
+
+
+def encode_rows(
+    x: Tensor, tolerance: int, frame: CodeLayout, dither: int | None = None
+) -> tuple[Tensor, Tensor]:
+    if not native.serves(x.numel()):
+        return reference.encode_rows(x, tolerance, frame, dither)
+    return _encode_values(x, len(x), tolerance, frame, dither)
+
+
+def _encode_values(
+    x: Tensor, rows: int, tolerance: int, frame: CodeLayout, dither: int | None
+) -> tuple[Tensor, Tensor]:
     values = (x if x.dtype in FLOATS else x.float()).contiguous()
     words = torch.empty(frame.words, dtype=torch.int16, device="cpu")
-    _plan(frame, values.dtype).encode(
+    shifts = torch.empty(rows, dtype=torch.int8, device="cpu")
+    _plan(frame, values.dtype, rows).encode(
         values,
         *key_halves(dither or 0),
+        tolerance,
         scratch("entropy.keys", (frame.numel,), torch.int16),
         scratch("entropy.space", (_SPACE,), torch.int32),
         scratch("entropy.words", (_AT_ONCE, frame.length), torch.int16),
         scratch("entropy.sums", (_SUMS,), torch.int64),
+        scratch("entropy.levels", (rows,), torch.int64),
         words,
+        shifts,
     )
-    return words
+    return words, shifts
+
+
+_NO_SHIFTS = torch.empty(0, dtype=torch.int8, device="cpu")
 
 
 def decode_entropy(
@@ -136,32 +147,28 @@ def decode_entropy(
 ) -> tuple[Tensor, Tensor]:
     if not native.serves(frame.numel):
         return reference.decode_entropy(words, frame, dtype, dither)
-    words, values = words.contiguous(), torch.empty(frame.numel, dtype=dtype, device="cpu")
-    is_valid = _plan(frame, dtype).decode(
+    return _decode_values(words, _NO_SHIFTS, frame, dtype, dither)
+
+
+def decode_rows(
+    words: Tensor, shifts: Tensor, frame: CodeLayout, dtype: torch.dtype, dither: int | None = None
+) -> tuple[Tensor, Tensor]:
+    if not native.serves(frame.numel):
+        return reference.decode_rows(words, shifts, frame, dtype, dither)
+    return _decode_values(words, shifts.contiguous(), frame, dtype, dither)
+
+
+def _decode_values(
+    words: Tensor, shifts: Tensor, frame: CodeLayout, dtype: torch.dtype, dither: int | None
+) -> tuple[Tensor, Tensor]:
+    values = torch.empty(frame.numel, dtype=dtype, device="cpu")
+    is_valid = _plan(frame, dtype, len(shifts)).decode(
         values,
         *key_halves(dither or 0),
-        scratch("entropy.q", (frame.numel,), torch.int8),
-        words,
+        scratch("entropy.q", (_AT_ONCE, frame.length), torch.int8),
+        words.contiguous(),
+        shifts,
     )
     if not is_valid:
         values.fill_(torch.nan)
     return values, torch.tensor(bool(is_valid), dtype=torch.bool, device="cpu")
-
-
-def shift_rows(x: Tensor, tolerance: int) -> tuple[Tensor, Tensor]:
-    if not native.serves(x.numel()):
-        return reference.shift_rows(x, tolerance)
-    values, (rows, width) = (x if x.dtype in FLOATS else x.float()).contiguous(), x.shape
-    shifts = torch.empty(rows, dtype=torch.int8, device="cpu")
-    levels = scratch("entropy.levels", (2, rows), torch.int32)
-    shifted = scratch("entropy.rows", (rows, width), values.dtype)
-    call = _shift.bind(bf16=values.dtype == torch.bfloat16, rows=rows, width=width, tolerance=tolerance)
-    return (shifted if call(values, shifts, levels, shifted) else values), shifts
-
-
-def unshift_rows(y: Tensor, shifts: Tensor) -> Tensor:
-    if not native.serves(y.numel()):
-        return reference.unshift_rows(y, shifts)
-    rows, width = y.shape
-    _unshift.bind(bf16=y.dtype == torch.bfloat16, rows=rows, width=width)(y, shifts.contiguous())
-    return y

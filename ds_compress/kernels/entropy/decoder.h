@@ -5,6 +5,7 @@
 
 #include "entropy.h"
 #include "lanes.h"
+#include "rows.h"
 
 constexpr int8_t BEYOND = -128;  // in the place of a q
 constexpr int64_t STEPS_AT_ONCE = 8;
@@ -116,31 +117,27 @@ void decode_steps(const Slots& slots, const uint16_t* code, int64_t steps, Reade
     });
 }
 
-// Tells a decoder the draws of values, whose highest bits are their classes, and takes what it decoded, some values at a time.
-struct Undithered {
-    const uint8_t* draws_of(int64_t, int64_t, int64_t) { return nullptr; }
-    void put(int64_t, int64_t, int64_t, const int8_t*) {}
-};
-
-// Sink: `Undithered` or alike.
-template <class Sink = Undithered>
+// Sink: takes what is decoded, some values at a time, and tells the draws of values, see `Values` and `DitherRemoval`.
+template <class Sink>
 class Decoder {
 public:
     // head: as it has been read from `code`.
-    Decoder(const uint16_t* code, const Frame& frame, const Head& head, const Sink& sink = {})
+    Decoder(const uint16_t* code, const Frame& frame, const Head& head, const Sink& sink)
         : code(code), frame(frame), head(head), sink(sink) {}
 
-    // Whether the code can have been encoded; then q [frame.numel] are those of the values, or BEYOND.
-    bool read(int8_t* to) {
-        q = to;
+    // Whether the code can have been encoded. space: [AT_ONCE, frame.length], for q of values or BEYOND.
+    bool read(int8_t* space) {
+        q = space;
         for (int64_t number = 0; number < frame.classes; ++number) expand(number, slots + number * TOTAL);
         int64_t word = head.words;
         for (int64_t block = 0; block < frame.blocks;) {
             const int64_t count = together(frame, block) ? AT_ONCE : 1;
             for (int64_t b = 0; b < count; ++b) {
                 begin(block + b, word, blocks[b]);
+                blocks[b].q = q + b * frame.length;
                 word += size(block + b);
             }
+            first = block * frame.length;
             if (count == AT_ONCE) steps<AT_ONCE>(frame.length / MOST_LANES, MOST_LANES);
             else read_alone(frame.count(block));
             for (int64_t b = count - 1, behind = word; b >= 0; --b) {
@@ -149,6 +146,7 @@ public:
                     if (blocks[b].state[i] != START) return false;
                 behind -= size(block + b);
             }
+            if (!sink.finish(first, std::min(frame.numel - first, count * frame.length), q)) return false;
             block += count;
         }
         return true;
@@ -159,7 +157,7 @@ private:
 
     void begin(int64_t block, int64_t word, Reader& of) const {
         for (int64_t i = 0; i < frame.lanes; ++i) of.state[i] = Head::load_word(code, 2 * (block * frame.lanes + i));
-        of.word = word, of.q = q + block * frame.length;
+        of.word = word;
     }
 
     void read_alone(int64_t count) {
@@ -173,11 +171,11 @@ private:
         while (count) {
             const int64_t some = count < STEPS_AT_ONCE ? count : STEPS_AT_ONCE;
             bool alone = lanes != MOST_LANES;  // or near the end of the code
-            int64_t place[BLOCKS];
+            const int8_t* its[BLOCKS];
             for (int b = 0; b < BLOCKS; ++b) {
                 alone |= blocks[b].word + some * MOST_LANES > frame.words;
-                place[b] = blocks[b].q - q;
-                blocks[b].drawn = sink.draws_of(b, place[b], some * lanes);
+                its[b] = blocks[b].q;
+                blocks[b].drawn = sink.draws_of(b, first + (its[b] - q), some * lanes);
             }
             if (alone) {
                 for (int b = 0; b < BLOCKS; ++b)
@@ -188,7 +186,7 @@ private:
             } else {
                 decode_steps<BLOCKS, false>(slots, code, some, blocks);
             }
-            for (int b = 0; b < BLOCKS; ++b) sink.put(b, place[b], some * lanes, q + place[b]);
+            for (int b = 0; b < BLOCKS; ++b) sink.put(b, first + (its[b] - q), some * lanes, its[b]);
             count -= some;
         }
     }
@@ -211,6 +209,7 @@ private:
     const Head& head;
     Sink sink;
     int8_t* q = nullptr;
+    int64_t first = 0;  // the value that q begin with
     alignas(64) Slots slots;
     Reader blocks[AT_ONCE];
 };
@@ -253,39 +252,63 @@ inline bool holds_beyond(const int8_t* q) {
     return found;
 }
 
-// Whether the code has as many escapes as q [frame.numel] has BEYOND, and put(value, escape) takes each of them.
-template <class Put>
-bool each_escape(const uint16_t* code, const Frame& frame, const Head& head, const int8_t* q, const Put& put) {
-    int64_t escape = frame.words;
-    constexpr int64_t MANY = 256;  // most of them have none
-    for (int64_t start = 0; start < frame.numel; start += MANY) {
-        const int64_t end = start + MANY < frame.numel ? start + MANY : frame.numel;
-        if (end - start == MANY && !holds_beyond<MANY>(q + start)) continue;
-        for (int64_t i = start; i < end; ++i) {
-            if (q[i] != BEYOND) continue;
-            if (--escape < head.escapes || !put(i, code[escape])) return false;
-        }
-    }
-    return true;
-}
+// What was beyond, in the order of values.
+class Escapes {
+public:
+    Escapes(const uint16_t* code, const Frame& frame, const Head& head)
+        : code(code), next(frame.words), last(head.escapes) {}
 
-// Whether `code` can have been encoded; then y [frame.numel] are the values that it stands for.
-// q: [frame.numel] with anything in it.
-template <class Out>
-bool decode_tensor(const uint16_t* code, const Frame& frame, const float* steps, int8_t* q, Out* y) {
-    Head head;
-    if (!head.read(code, frame)) return false;
-    if (!head.finite()) {
-        for (int64_t i = 0; i < frame.numel; ++i) store(as_float(0x7FC00000), y[i]);
+    // Whether there is one for each BEYOND of q [n], and put(i, escape) takes each of them.
+    template <class Put>
+    bool take(const int8_t* q, int64_t n, const Put& put) {
+        constexpr int64_t SOME = 256;  // most of them have none
+        for (int64_t start = 0; start < n; start += SOME) {
+            const int64_t end = std::min(start + SOME, n);
+            if (end - start == SOME && !holds_beyond<SOME>(q + start)) continue;
+            for (int64_t i = start; i < end; ++i) {
+                if (q[i] != BEYOND) continue;
+                if (--next < last || !put(i, code[next])) return false;
+            }
+        }
         return true;
     }
-    if (!Decoder<>(code, frame, head).read(q)) return false;
-    const Dequantizer by(head, steps);
-    by.put(q, frame.numel, static_cast<int32_t>(head.shift[0]), y);
-    return each_escape(code, frame, head, q, [&](int64_t value, uint16_t escape) {
-        const int64_t key = escape & 0x7FFF;
-        if (key < 1 || key >= KEYS) return false;
-        store(by.of_key(escape), y[value]);
+
+private:
+    const uint16_t* code;
+    int64_t next, last;  // the places behind the next one, and of the last one
+};
+
+// Makes values of decoded q.
+template <class Out>
+class Values {
+public:
+    Values(const uint16_t* code, const Frame& frame, const Head& head, const float* steps, const UnshiftedRows<Out>& rows)
+        : by(head, steps), shift(static_cast<int32_t>(head.shift[0])), escapes(code, frame, head), rows(rows) {}
+
+    const uint8_t* draws_of(int64_t, int64_t, int64_t) { return nullptr; }
+    void put(int64_t, int64_t, int64_t, const int8_t*) {}
+
+    // Whether q of values [begin, begin + n) can have been encoded.
+    bool finish(int64_t begin, int64_t n, const int8_t* q) {
+        constexpr int64_t SOME = 4096;  // the cache has them
+        for (const int64_t end = begin + n; begin < end; begin += SOME, q += SOME) {
+            const int64_t count = std::min(SOME, end - begin);
+            Out* y = rows.y + begin;
+            by.put(q, count, shift, y);
+            const bool fits = escapes.take(q, count, [&](int64_t i, uint16_t escape) {
+                const int64_t key = escape & 0x7FFF;
+                store(by.of_key(escape), y[i]);
+                return key > 0 && key < KEYS;
+            });
+            if (!fits) return false;
+            rows.unshift(begin, count);
+        }
         return true;
-    });
-}
+    }
+
+private:
+    const Dequantizer by;
+    const int32_t shift;
+    Escapes escapes;
+    const UnshiftedRows<Out> rows;
+};

@@ -3,8 +3,6 @@
 
 #pragma once
 
-#include <algorithm>
-
 #include "decoder.h"
 #include "encoder.h"
 #include "../quantize/draws.h"
@@ -63,7 +61,7 @@ public:
     Plan plans[CLASSES];
     uint16_t* keys;
 
-    DitheredCode(const In* x, const Frame& frame, const Tables& tables, const DitherTables& its, uint32_t exponent,
+    DitheredCode(const ShiftedRows<In>& x, const Frame& frame, const Tables& tables, const DitherTables& its, uint32_t exponent,
                  const Draws& draws, uint16_t* keys, uint32_t* copies)
         : keys(keys), x(x), frame(frame), tables(tables), its(its), drawn(draws), lower(drawn.lower()), copies(copies),
           scale(as_float((255 - exponent) << 23)), class_bits(frame.classes > 1 ? 0xC0 : 0) {}
@@ -71,9 +69,8 @@ public:
     // Makes the keys and counts of what each value becomes: class * NUMBERS + q + COUNTED, q within COUNTED.
     void quantize(int64_t step) {
         present = step;
-        count_values<STRIDE>(frame.numel, keys, copies, [&](int64_t begin, int64_t end) {
-            for (int64_t i = begin; i < end; i += MANY) make_keys(i, end - i < MANY ? end - i : MANY);
-        });
+        count_values<STRIDE>(x, frame.numel, keys, copies,
+                             [&](const In* some, int64_t begin, int64_t n) { make_keys(some, begin, n); });
         for (int64_t number = 0; number < frame.classes; ++number) count(number);
     }
 
@@ -97,8 +94,8 @@ public:
         }
     }
 
-    // Writes what is beyond, the first one last, in front of `place`; returns where the last one is.
-    uint16_t* write_escapes(uint16_t* place) const {
+    // See `KeyCode`.
+    uint16_t* write_escapes(int64_t begin, int64_t n, uint16_t* place) const {
         int64_t escapes = 0, above = REACH, below = REACH;
         bool beyond[CLASSES * NUMBERS] = {};
         for (int64_t number = 0; number < frame.classes; ++number) {
@@ -115,13 +112,16 @@ public:
             for (int64_t i = 0; i < SOME; ++i) found |= static_cast<uint16_t>((some[i] & (NUMBERS - 1)) - least) > reach;
             return found;
         };
-        for (int64_t start = 0; start < frame.numel; start += SOME) {
-            const int64_t end = start + SOME < frame.numel ? start + SOME : frame.numel;
+        for (int64_t start = begin; start < begin + n; start += SOME) {
+            const int64_t end = std::min(start + SOME, begin + n);
             if (end - start == SOME && !has_some(keys + start)) continue;
-            for (int64_t i = start; i < end; ++i)
-                if (beyond[keys[i]])
-                    *--place = static_cast<uint16_t>(numbers(Floats{} + to_float(x[i]), Words{} + static_cast<uint32_t>(*drawn.of(i, 1)),
-                                                             its.inverse[present])[0]);
+            for (int64_t i = start; i < end; ++i) {
+                if (!beyond[keys[i]]) continue;
+                In one;
+                const Floats value = Floats{} + to_float(*x.read(i, 1, &one));
+                const Words upper = Words{} + static_cast<uint32_t>(*drawn.of(i, 1));
+                *--place = static_cast<uint16_t>(numbers(value, upper, its.inverse[present])[0]);
+            }
         }
         return place;
     }
@@ -129,18 +129,17 @@ public:
 private:
     static bool is_inside(const Plan& plan, int64_t q) { return q <= plan.above && q >= -plan.below; }
 
-    // Of values whose draws are made at a time; of a histogram. Most keys are equal to others: a processor takes what lies a
-    // multiple of 4096 bytes behind a counter for the counter itself, and waits.
-    static constexpr int64_t MANY = 1024, STRIDE = CLASSES * NUMBERS + 64;
+    // Of a histogram. Most keys are equal to others: a processor takes what lies a multiple of 4096 bytes behind a counter
+    // for the counter itself, and waits.
+    static constexpr int64_t STRIDE = CLASSES * NUMBERS + 64;
 
     // q of values. upper: of their draws.
     Ints numbers(Floats x, Words upper, float inverse) const {
         return (nearest(x * scale * inverse) + (Ints)(upper << 8 | lower)) >> 16;
     }
 
-    // Of `n` values from `value` on, MANY at most.
-    void make_keys(int64_t value, int64_t n) {
-        const In* from = x + value;
+    // Of n values from `value` on, MANY at most.
+    void make_keys(const In* from, int64_t value, int64_t n) {
         const float inverse = its.inverse[present];
         const uint8_t* uppers = drawn.of(value, n);
         const Words classes = Words{} + static_cast<uint32_t>(frame.classes > 1 ? (CLASSES - 1) * NUMBERS : 0);
@@ -192,7 +191,7 @@ private:
         }
     }
 
-    const In* x;
+    const ShiftedRows<In>& x;
     const Frame& frame;
     const Tables& tables;
     const DitherTables& its;
@@ -264,37 +263,42 @@ inline void write_zeros(uint32_t exponent, const Frame& frame, uint16_t* words) 
     words[frame.head()] = static_cast<uint16_t>(exponent);
 }
 
-// The histogram of the keys of a sample, in which each counts as often as the values it stands for.
+// The histogram of the keys of a sample, about one of SAMPLED runs of values in a row. Each counts as often as the values
+// that it stands for.
 template <class In>
-void count_sample(const Sample<In>& sample, uint32_t exponent, Counts& counts, Histogram& histogram) {
-    constexpr int64_t RUN = Sample<In>::RUN;
+void count_sample(const ShiftedRows<In>& x, int64_t numel, uint32_t exponent, Counts& counts, Histogram& histogram) {
+    constexpr int64_t SAMPLED = 8, RUN = 64;
     std::memset(&histogram, 0, sizeof histogram);
     uint32_t* counted = reinterpret_cast<uint32_t*>(&histogram);  // [2 * KEYS], as keys count
-    sample.each_run([&](const In* x, int64_t n) {
+    for (int64_t run = 0; run * RUN < numel; ++run) {
+        if (static_cast<uint32_t>(run) * 0x9E3779B1u >> 29) continue;
+        const int64_t n = std::min(numel - run * RUN, RUN);
+        In space[RUN];
         uint16_t keys[RUN];
-        if (n == RUN) make_keys<RUN>(x, n, exponent, keys);
-        else make_keys(x, n, exponent, keys);
-        for (int64_t i = 0; i < n; ++i) counted[keys[i]] += Sample<In>::SAMPLED;
-    });
+        const In* some = x.read(run * RUN, n, space);
+        if (n == RUN) make_keys<RUN>(some, n, exponent, keys);
+        else make_keys(some, n, exponent, keys);
+        for (int64_t i = 0; i < n; ++i) counted[keys[i]] += SAMPLED;
+    }
     add_up(histogram, counts);
 }
 
-// As `encode_tensor`. sample: may be none.
+// As `encode_tensor`.
 template <class In>
-void encode_dithered(const In* x, uint32_t largest, const Sample<In>& sample, const Frame& frame, const Tables& tables,
+void encode_dithered(const ShiftedRows<In>& x, bool is_sampled, const Frame& frame, const Tables& tables,
                      const DitherTables& its, const Draws& draws, int64_t spare, Sums& sums, uint16_t* keys,
                      uint32_t* space, uint16_t* scratch, uint16_t* words) {
-    const uint32_t exponent = exponent_of(largest);
+    const uint32_t exponent = exponent_of(x.largest);
     std::memset(words, 0, frame.words * sizeof *words);
     if (exponent == NOT_FINITE) {
         words[frame.head()] = NOT_FINITE;
         return;
     }
     const uint32_t wanted = exponent + COARSER, raised = wanted < NOT_FINITE ? wanted : NOT_FINITE - 1;
-    if (!largest) return write_zeros(raised, frame, words);
+    if (!x.largest) return write_zeros(raised, frame, words);
     Counts& counts = *reinterpret_cast<Counts*>(space + 2 * KEYS * COPIES);
     Histogram& histogram = *reinterpret_cast<Histogram*>(&counts + 1);
-    if (sample.exists()) count_sample(sample, raised, counts, histogram);
+    if (is_sampled) count_sample(x, frame.numel, raised, counts, histogram);
     else make_histogram(x, frame.numel, raised, keys, space, counts, histogram);
     for (int side = 0; side < 2; ++side) {
         sums[side][KEYS] = 0;
@@ -323,10 +327,11 @@ void encode_dithered(const In* x, uint32_t largest, const Sample<In>& sample, co
 template <class Out>
 class DitherRemoval {
 public:
-    DitherRemoval(const Frame& frame, const Head& head, const float* steps, const Draws& draws, Out* y)
+    DitherRemoval(const uint16_t* code, const Frame& frame, const Head& head, const float* steps, const Draws& draws,
+                  const UnshiftedRows<Out>& rows)
         : unit(head.step ? steps[head.step] * 0x1p-16f : 0.0f), scale(as_float(static_cast<uint32_t>(head.exponent) << 23)),
-          has_classes(frame.classes > 1), y(y), runs{Some(draws), Some(draws)}, drawn(),
-          highest(32767 - static_cast<int32_t>(runs[0].lower())) {
+          has_classes(frame.classes > 1), rows(rows), escapes(code, frame, head), draws(draws),
+          runs{Some(draws), Some(draws)}, drawn(), highest(32767 - static_cast<int32_t>(runs[0].lower())) {
         int64_t reach = 0;
         for (int64_t table = 0; table < frame.classes; ++table)
             reach = std::max({reach, head.above[table], head.below[table]});
@@ -341,7 +346,7 @@ public:
 
     void put(int64_t b, int64_t begin, int64_t count, const int8_t* q) {
         const uint8_t* uppers = drawn[b];
-        Out* to = y + begin;
+        Out* to = rows.y + begin;
         int64_t i = 0;
         for (; is_ordinary && i + 4 * LANES <= count; i += 4 * LANES) {
             Ints joined[4];
@@ -353,15 +358,25 @@ public:
         for (; i < count; ++i) store(values_of(Ints{} + q[i], Ints{} + uppers[i])[0], to[i]);
     }
 
+    bool finish(int64_t begin, int64_t n, const int8_t* q) {
+        const bool fits = escapes.take(q, n, [&](int64_t i, uint16_t escape) {
+            const int32_t number = static_cast<int16_t>(escape), upper = draws.upper(begin + i);
+            store(values_of(Ints{} + number, Ints{} + upper)[0], rows.y[begin + i]);
+            return number <= LARGEST_Q && number >= -LARGEST_Q;
+        });
+        rows.unshift(begin, n);
+        return fits;
+    }
+
+private:
+    typedef DrawnRun<STEPS_AT_ONCE * MOST_LANES> Some;
+
     // upper: of their draws.
     Floats values_of(Ints numbers, Ints upper) const {
         const Ints fixed = (((numbers << 8) - upper) << 8) + highest;
         const Floats value = (__builtin_convertvector(fixed, Floats) + 0.5f) * unit;
         return larger(smaller(value, Floats{} + HIGHEST), Floats{} - HIGHEST) * scale;
     }
-
-private:
-    typedef DrawnRun<STEPS_AT_ONCE * MOST_LANES> Some;
 
     static constexpr int32_t OFFSET = 255 + 256 * REACH;
 
@@ -380,33 +395,17 @@ private:
 
     const float unit, scale, factor = unit * scale;
     bool has_classes, is_ordinary = false;
-    Out* y;
+    const UnshiftedRows<Out> rows;
+    Escapes escapes;
+    Draws draws;
     Some runs[AT_ONCE];
     const uint8_t* drawn[AT_ONCE];
     const int32_t highest;  // less the lower bits of all draws
     const float offset = highest + 0.5f - 256 * OFFSET;
 };
 
-// As `decode_tensor`.
-template <class Out>
-bool decode_dithered(const uint16_t* code, const Frame& frame, const float* steps, const Draws& draws, int8_t* q,
-                     Out* y) {
-    Head head;
-    if (!head.read(code, frame)) return false;
-    if (!head.finite()) {
-        for (int64_t i = 0; i < frame.numel; ++i) store(as_float(0x7FC00000), y[i]);
-        return true;
-    }
+// Whether it can have been encoded; see `decode_tensor`.
+inline bool is_dithered(const Frame& frame, const Head& head) {
     if (head.step != 0 && (head.step < COARSEST || head.step > FINEST)) return false;
-    for (int64_t table = 0; table < frame.classes; ++table)
-        if (head.shift[table] != 0) return false;
-    const DitherRemoval<Out> removal(frame, head, steps, draws, y);
-    if (!Decoder(code, frame, head, removal).read(q)) return false;
-    Draws own = draws;
-    return each_escape(code, frame, head, q, [&](int64_t value, uint16_t escape) {
-        const int32_t number = static_cast<int16_t>(escape);
-        if (number > LARGEST_Q || number < -LARGEST_Q) return false;
-        store(removal.values_of(Ints{} + number, Ints{} + static_cast<int32_t>(own.upper(value)))[0], y[value]);
-        return true;
-    });
+    return std::all_of(head.shift, head.shift + frame.classes, [](int64_t shift) { return shift == 0; });
 }

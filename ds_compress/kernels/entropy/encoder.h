@@ -2,8 +2,9 @@
 
 #pragma once
 
-#include "lanes.h"
 #include "entropy.h"
+#include "lanes.h"
+#include "rows.h"
 
 // Of a table. Frequencies by symbol: q + below for q = -below .. above, then that of what is beyond.
 struct Plan {
@@ -210,7 +211,7 @@ inline void encode_run(const uint32_t* table, int64_t count, int64_t lanes, Lane
     for (int64_t step = 0; step < count / lanes; ++step) encode_step(table, lanes, block);
 }
 
-// Writes the values that are beyond, the first one last, in front of `place`; returns where the last one is.
+// Writes those of n values that are beyond, the first one last, in front of `place`; returns where the last one is.
 inline uint16_t* write_escapes(const uint16_t* keys, const Plan& plan, int64_t n, uint16_t* place) {
     const uint16_t above = static_cast<uint16_t>(plan.first[plan.above]);
     const uint16_t below = static_cast<uint16_t>(plan.first[plan.below] + KEYS);
@@ -232,12 +233,12 @@ inline uint16_t* write_escapes(const uint16_t* keys, const Plan& plan, int64_t n
 struct KeyCode {
     const uint16_t* keys;
     const Plan* plans;
-    const Frame& frame;
 
     void spread(uint32_t* table) const { ::spread(plans[0], table); }
 
-    uint16_t* write_escapes(uint16_t* place) const {
-        return plans[0].escapes ? ::write_escapes(keys, plans[0], frame.numel, place) : place;
+    // Of values [begin, begin + n).
+    uint16_t* write_escapes(int64_t begin, int64_t n, uint16_t* place) const {
+        return plans[0].escapes ? ::write_escapes(keys + begin, plans[0], n, place) : place;
     }
 };
 
@@ -264,10 +265,12 @@ public:
             for (int64_t i = 0; i <= plan.beyond(); ++i)
                 if (i != plan.below) *out++ = static_cast<uint16_t>(plan.frequency[i]);
         }
-        last = code.write_escapes(last);
+        uint16_t* escape = last;
+        last -= escapes;
         code.spread(table);
         for (int64_t block = 0; block < frame.blocks;) {
-            const int64_t count = together(frame, block) ? AT_ONCE : 1;
+            const int64_t count = together(frame, block) ? AT_ONCE : 1, begin = block * frame.length;
+            escape = code.write_escapes(begin, std::min(frame.numel - begin, count * frame.length), escape);
             for (int64_t b = 0; b < count; ++b)
                 blocks[b].begin(code.keys + (block + b) * frame.length + frame.count(block + b), end(block, b));
             if (count == AT_ONCE) encode_steps<AT_ONCE>(table, frame.length / frame.lanes, blocks);
@@ -306,24 +309,27 @@ private:
     uint16_t *out = nullptr, *last = nullptr;  // where the next block and the last escape are
 };
 
-// Makes keys of all values by make(begin, end), part by part, and counts them in `copies`, COPIES of a histogram.
-template <int64_t STRIDE = 2 * KEYS, class Make>
-void count_values(int64_t numel, const uint16_t* keys, uint32_t* copies, const Make& make) {
-    constexpr int64_t SOME = 16384;  // keys are counted while the cache has them
+constexpr int64_t MANY = 1024;  // values that are read at a time: their keys are counted while the cache has them
+
+// Makes keys of all values by make(those from `begin` on, begin, how many), and counts them in `copies`, COPIES of a histogram.
+template <int64_t STRIDE = 2 * KEYS, class In, class Make>
+void count_values(const ShiftedRows<In>& x, int64_t numel, const uint16_t* keys, uint32_t* copies, const Make& make) {
     std::memset(copies, 0, STRIDE * COPIES * sizeof *copies);
-    for (int64_t begin = 0; begin < numel; begin += SOME) {
-        const int64_t end = begin + SOME < numel ? begin + SOME : numel;
-        make(begin, end);
-        count_keys<STRIDE>(keys + begin, end - begin, copies);
+    In space[MANY];
+    for (int64_t begin = 0; begin < numel; begin += MANY) {
+        const int64_t n = std::min(numel - begin, MANY);
+        make(x.read(begin, n, space), begin, n);
+        count_keys<STRIDE>(keys + begin, n, copies);
     }
 }
 
 // The histogram of the keys of all values.
 template <class In>
-void make_histogram(const In* x, int64_t numel, uint32_t exponent, uint16_t* keys, uint32_t* copies, Counts& counts,
-                    Histogram& histogram) {
-    count_values(numel, keys, copies,
-                 [&](int64_t begin, int64_t end) { make_keys(x + begin, end - begin, exponent, keys + begin); });
+void make_histogram(const ShiftedRows<In>& x, int64_t numel, uint32_t exponent, uint16_t* keys, uint32_t* copies,
+                    Counts& counts, Histogram& histogram) {
+    count_values(x, numel, keys, copies, [&](const In* some, int64_t begin, int64_t n) {
+        make_keys(some, n, exponent, keys + begin);
+    });
     for (int64_t i = 0; i < 2 * KEYS; ++i) {
         uint32_t total = 0;
         for (int64_t copy = 0; copy < COPIES; ++copy) total += copies[2 * KEYS * copy + i];
@@ -332,12 +338,11 @@ void make_histogram(const In* x, int64_t numel, uint32_t exponent, uint16_t* key
     add_up(histogram, counts);
 }
 
-// largest: the bits of the largest magnitude of x [frame.numel]. space: COPIES of a histogram, where the table is later; then
-// counts and histogram.
+// space: COPIES of a histogram, where the table is later; then counts and histogram.
 template <class In>
-void encode_tensor(const In* x, uint32_t largest, const Frame& frame, Tables tables, uint16_t* keys, uint32_t* space,
+void encode_tensor(const ShiftedRows<In>& x, const Frame& frame, Tables tables, uint16_t* keys, uint32_t* space,
                    uint16_t* scratch, uint16_t* words) {
-    const uint32_t exponent = exponent_of(largest);
+    const uint32_t exponent = exponent_of(x.largest);
     std::memset(words, 0, frame.words * sizeof *words);
     if (exponent == NOT_FINITE) {
         words[frame.head()] = NOT_FINITE;
@@ -350,7 +355,7 @@ void encode_tensor(const In* x, uint32_t largest, const Frame& frame, Tables tab
         Plan plan;
         search(counts, frame, tables, sure, plan);
         const int64_t shift = shift_of(histogram, counts, plan, tables);
-        if (Encoder(KeyCode{keys, &plan, frame}, frame, space, scratch, words).write(exponent, &shift)) return;
+        if (Encoder(KeyCode{keys, &plan}, frame, space, scratch, words).write(exponent, &shift)) return;
         std::memset(words, 0, frame.words * sizeof *words);
     }
 }

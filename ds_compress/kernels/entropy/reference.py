@@ -32,7 +32,7 @@ from ds_compress.kernels.entropy.rans import Coder, rans_decode, rans_encode
 from ds_compress.kernels.entropy.rows import shift_rows, unshift_rows
 from ds_compress.kernels.entropy.words import read_words, write_words
 
-__all__ = ["decode_entropy", "encode_entropy", "shift_rows", "unshift_rows"]
+__all__ = ["decode_entropy", "decode_rows", "encode_entropy", "encode_rows"]
 
 
 class EntropyCoding:
@@ -86,6 +86,21 @@ class EntropyCoding:
         value = value * (read.exponent.clamp(1, NOT_FINITE - 1).int() << 23).view(torch.float32)
         return torch.where(valid & finite, value, torch.nan).to(dtype), valid | ~finite
 
+    def encode_rows(
+        self, x: Tensor, tolerance: int, frame: CodeLayout, dither: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Shift the rows of `x`, [rows, width], by `rows.shift_rows`, and encode them; return the words and
+        the shifts."""
+        shifted, shifts = shift_rows(x, tolerance)
+        return self.encode_entropy(shifted.reshape(-1), frame, dither), shifts
+
+    def decode_rows(
+        self, words: Tensor, shifts: Tensor, frame: CodeLayout, dtype: torch.dtype, dither: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Decode what `encode_rows` returns; see `decode_entropy`."""
+        values, valid = self.decode_entropy(words, frame, dtype, dither)
+        return unshift_rows(values.view(len(shifts), -1), shifts).view(-1), valid
+
 
 def _encode_nearest(coder: Coder, bits: Tensor, exponent: Tensor, frame: CodeLayout) -> Tensor:
     keys = keys_of(bits, exponent)
@@ -129,3 +144,4 @@ def _values(q: Tensor, step: Tensor, shift: Tensor) -> Tensor:
 
 _coding = EntropyCoding(Coder(rans_encode, rans_decode))
 encode_entropy, decode_entropy = _coding.encode_entropy, _coding.decode_entropy
+encode_rows, decode_rows = _coding.encode_rows, _coding.decode_rows
