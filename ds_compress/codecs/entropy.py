@@ -12,7 +12,7 @@ from ds_compress.codecs.directions import add_directions, factors_bits, factors_
 from ds_compress.codecs.shapes import as_message, matrix_shape
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.backends import kernels
-from ds_compress.kernels.entropy.format import COARSER, LARGEST_NUMEL, CodeLayout, frame_of
+from ds_compress.kernels.entropy.format import COARSER, LARGEST_NUMEL, CodeLayout, frame_of, least_words
 
 SHIFT_BITS = 8
 """Bits of the shift of a row."""
@@ -32,7 +32,10 @@ ROUNDED_BASIS = 1.05
 class Entropy(Codec):
     """One uniform step for the whole tensor, entropy coded: the finest one that fits in `bits` per value.
 
-    The size is constant, the error varies. `ds_compress.kernels.entropy.format` draws the packet.
+    Rows that are much smaller or larger than the others are first multiplied by powers of two, which travel
+    as one byte per row; rows of zeros are decoded as zeros. Images, a single row, short rows and messages of
+    a few dozen values have no such bytes. The size is constant, the error varies.
+    `ds_compress.kernels.entropy.format` draws the packet.
     """
 
     examples = (
@@ -93,10 +96,11 @@ class Entropy(Codec):
 
     def _rows(self, spec: TensorSpec) -> int:
         """Return the rows that have a shift, a byte each; 0 for images, and where shifts would take more than
-        an eighth of the packet."""
-        rows, width = matrix_shape(spec.shape)
-        has_shifts = len(spec.shape) < 4 and rows > 1 and width * self.options.bits >= 8 * SHIFT_BITS
-        return rows if has_shifts else 0
+        an eighth of the packet, or bytes that its code needs."""
+        rows = matrix_shape(spec.shape)[0]
+        bits, needed = spec.numel * self.options.bits, 16 * least_words(spec.numel)
+        has_shifts = bits >= max(8 * SHIFT_BITS * rows, SHIFT_BITS * rows + needed)
+        return rows if has_shifts and len(spec.shape) < 4 and rows > 1 else 0
 
     def _rank(self, spec: TensorSpec) -> int:
         """Return the directions that are sent apart: only those of rows that have shifts."""

@@ -60,11 +60,13 @@ def cast(x: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         out: memory for the result; new memory if None.
     """
     result = x.to(dtype) if out is None else out.copy_(x)
-    most = torch.finfo(dtype).max
+    is_exact = torch.promote_types(x.dtype, dtype) == dtype
     # a sum is not finite if a value is not; it takes a CPU less time than a search
-    if most >= torch.finfo(x.dtype).max or (is_readable(x) and math.isfinite(result.sum())):
+    if is_exact or (is_readable(x) and math.isfinite(result.sum())):
         return result
-    result.copy_(saturate(x.to(wide(x.dtype)), most))  # bf16 does not have the largest fp16
+    most = torch.finfo(dtype).max
+    if most < torch.finfo(x.dtype).max:
+        result.copy_(saturate(x.to(wide(x.dtype)), most))  # bf16 does not have the largest fp16
     return result.masked_fill_(x.isnan(), math.nan)  # whose bits in a cast depend on the processor
 
 

@@ -87,11 +87,12 @@ def test_finite_numbers_of_any_size_arrive_finite(choice, dtype, exponents, shap
     assert not packets or all(map(torch.equal, *packets))
 
 
-def test_nan_travels_in_the_same_bits_from_every_processor():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_nan_travels_in_the_same_bits_from_every_processor(dtype):
     """A cast of torch gives 0xffff on one processor and 0x7fc0 on another."""
-    x = torch.tensor([torch.nan, -torch.nan, torch.inf, 3.4e38]).repeat(300)
+    x = torch.tensor([torch.nan, -torch.nan, torch.inf, torch.finfo(dtype).max]).repeat(300).to(dtype)
     sent = cast(x, torch.bfloat16).view(torch.int16)
-    assert sent[:4].tolist() == [0x7FC0, 0x7FC0, 0x7F80, 0x7F7F]
+    assert sent[:4].tolist() == [0x7FC0, 0x7FC0, 0x7F80, 0x7F7F if dtype == torch.float32 else 0x4780]
 
 
 def pairs():

@@ -38,6 +38,9 @@ sent, and decoded, as 0. Its four tables are those of the two highest bits of d:
 shift is 0. What is beyond travels as q, an int16. A first step is a bit
 coarser than the finest one that is expected to fit, by the histogram of the keys, or of a sample of them.
 If the code by what each value became does not fit, the step is made coarser, see `dithered`.
+
+Rows. A message of rows is shifted to a common magnitude before all this, see `rows`. The octave of each row
+travels behind the words, as an int8; that of a row of zeros is -128, and it is decoded as zeros.
 """
 
 import math
@@ -163,6 +166,11 @@ class CodeLayout:
         return self.words - self.tables
 
 
+def least_words(numel: int) -> int:
+    """Return the words that a code of `numel` values has at least."""
+    return min(numel, _TINY) + 16
+
+
 @lru_cache(maxsize=1024)
 def frame_of(numel: int, bits: float, dithered: bool = False) -> CodeLayout:
     """Return the frame of a tensor; few values have 2 bytes each and 32 for all.
@@ -171,7 +179,7 @@ def frame_of(numel: int, bits: float, dithered: bool = False) -> CodeLayout:
         numel: above 0.
         bits: of each value, at least 0.1.
     """
-    return CodeLayout(numel, max(min(numel, _TINY) + 16, int(numel * bits / 16)), dithered)
+    return CodeLayout(numel, max(least_words(numel), int(numel * bits / 16)), dithered)
 
 
 @dataclass(frozen=True)
