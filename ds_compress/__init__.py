@@ -18,6 +18,7 @@ _HOMES = {
     "FeedbackCodec": "feedback",
     "TensorSpec": "codec",
     "__version__": "version",
+    "attach": "engine.attach",
     "build": "codecs",
     "check_codec": "testing",
     "register": "codec",

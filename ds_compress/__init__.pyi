@@ -7,6 +7,7 @@ from ds_compress.codec import TensorSpec as TensorSpec
 from ds_compress.codec import build as build
 from ds_compress.codec import register as register
 from ds_compress.config import Config as Config
+from ds_compress.engine.attach import attach as attach
 from ds_compress.errors import CompressionError as CompressionError
 from ds_compress.feedback import Feedback as Feedback
 from ds_compress.feedback import FeedbackCodec as FeedbackCodec

@@ -8,11 +8,13 @@ the module `deepspeed`: if a script imports deepspeed before torch, that module 
 this point.
 
 An engine whose ds_config has no "ds_compress" key is not changed. With the environment variable
-DS_COMPRESS_REQUIRE=1, training uncompressed is an error.
+DS_COMPRESS_REQUIRE=1, training uncompressed is an error. With DS_COMPRESS_HOOK=0 nothing is hooked: call
+`ds_compress.attach`.
 """
 
 import functools
 import logging
+import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -38,6 +40,8 @@ def hook() -> None:
 
     Errors are only raised if compression is required; otherwise they would break `import torch`.
     """
+    if os.environ.get("DS_COMPRESS_HOOK") == "0":
+        return
     try:
         for target in ENGINES:
             if target in sys.modules:
@@ -84,15 +88,13 @@ def _wrap(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        around(self, module, functools.partial(original, self, *args, **kwargs), kwargs)
+        around(self, functools.partial(original, self, *args, **kwargs), kwargs)
 
     setattr(__init__, MARK, name)
     engine_class.__init__ = __init__
 
 
-def _around_pipeline(
-    engine: Any, module: ModuleType, build: Callable[[], None], kwargs: dict[str, Any]
-) -> None:
+def _around_pipeline(engine: Any, build: Callable[[], None], kwargs: dict[str, Any]) -> None:
     """Construct a `PipelineEngine` by calling `build`, then compress what it sends."""
     _prepare(kwargs)
     _in_construction.add(id(engine))
@@ -102,7 +104,7 @@ def _around_pipeline(
         _in_construction.discard(id(engine))
     ds_config = getattr(engine._config, "_param_dict", {})
     if KEY in ds_config:
-        _entrance().attach(engine, module, ds_config[KEY])
+        _entrance().attach(engine, ds_config[KEY])
     else:
         _without_key(engine, ds_config)
 
@@ -122,7 +124,7 @@ def _entrance() -> ModuleType:
     return attach
 
 
-def _around_plain(engine: Any, module: ModuleType, build: Callable[[], None], kwargs: dict[str, Any]) -> None:
+def _around_plain(engine: Any, build: Callable[[], None], kwargs: dict[str, Any]) -> None:
     """Construct a `DeepSpeedEngine` by calling `build`, and compress what it sends if it is a pipeline.
 
     This handles pipeline engines that do not call `PipelineEngine`'s constructor. For engines without a
@@ -140,16 +142,8 @@ def _around_plain(engine: Any, module: ModuleType, build: Callable[[], None], kw
         return
     if is_pipeline:
         _attach_when_used(engine, ds_config[KEY])
-        return
-    from ds_compress.config import Config
-
-    config = Config(ds_config[KEY])
-    config.leave_uncompressed(
-        f"{type(engine).__name__} is not a pipeline; ds_compress compresses what the stages and replicas "
-        "of a deepspeed.pipe.PipelineModule send each other"
-    )
-    for note in config.notes if engine.global_rank == 0 else ():
-        logger.warning(note)
+    else:
+        _entrance().attach(engine, ds_config[KEY])
 
 
 def _attach_when_used(engine: Any, block: object) -> None:
@@ -162,7 +156,7 @@ def _attach_when_used(engine: Any, block: object) -> None:
         def use(*args: Any, **kwargs: Any) -> Any:
             for each in FIRST_USES:
                 vars(engine).pop(each, None)
-            _entrance().attach(engine, sys.modules[PIPELINE], block)
+            _entrance().attach(engine, block)
             return getattr(engine, name)(*args, **kwargs)
 
         return use

@@ -245,7 +245,7 @@ def read(path: Path) -> dict[str, Any]:
         CompressionError: no such file, not what DeepSpeed reads, or no such key.
     """
     with importing_deepspeed():
-        from ds_compress.engine.attach import read_ds_config
+        from ds_compress.engine.deepspeed import read_ds_config
     try:
         ds_config = read_ds_config(path)
     except OSError as error:

@@ -1,24 +1,18 @@
-"""Attach to a live `PipelineEngine`: check releases, agree on settings, change the class of the engine."""
+"""Attach to a live engine: check releases, agree on settings, change the class of the engine."""
 
-import inspect
 import itertools
 import logging
 import weakref
 from collections import ChainMap
-from pathlib import Path
 from typing import Any
 
-import deepspeed
-import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.pipe import p2p
-from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
-from packaging.version import Version
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_compress.config import KEY, Config
 from ds_compress.engine import cleanup
+from ds_compress.engine.deepspeed import check_release, instruction_map, is_dualpipev, is_pipeline, p2p
+from ds_compress.engine.deepspeed import prepare as prepare
 from ds_compress.engine.handshake import Notes, SharedWarning, agree, numerics_to_match
 from ds_compress.engine.intercept import PointToPoint
 from ds_compress.engine.mixin import CompressedEngine
@@ -28,10 +22,8 @@ from ds_compress.engine.session import Session, steps_per_epoch
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.backends import kernels
 from ds_compress.runtime.watchdog import Watchdog
-from ds_compress.transport import staging
 from ds_compress.version import __version__
 
-MINIMUM_DEEPSPEED = "0.19.3"
 HANDSHAKE_SECONDS = 60.0
 
 _engines = itertools.count()
@@ -39,9 +31,9 @@ _engines = itertools.count()
 logger = logging.getLogger("ds_compress")
 
 
-def _mixin(base: type) -> tuple[type[CompressedEngine], type[Session]]:
-    """Return the mixin, and the class of the session, for engines of class `base`."""
-    if not hasattr(base, "_queue_p2p"):
+def _mixin(engine: Any) -> tuple[type[CompressedEngine], type[Session]]:
+    """Return the mixin for `engine`, and the class of its session."""
+    if not is_dualpipev(engine):
         return CompressedEngine, Session
     # older releases have no DualPipeV to import
     from ds_compress.engine.dualpipev import CompressedDualPipeV, DualPipeVSession
@@ -49,72 +41,37 @@ def _mixin(base: type) -> tuple[type[CompressedEngine], type[Session]]:
     return CompressedDualPipeV, DualPipeVSession
 
 
-def check_release(base: Any, module: Any) -> None:
-    """Refuse a DeepSpeed whose pipeline engine is not built the way the mixin relies on.
+def attach(engine: Any, block: object) -> None:
+    """Compress what `engine` sends, as `block` says; every rank calls it when the engine has been built.
+
+    The import hook does this for each engine whose ds_config has the key "ds_compress". Call it for one whose
+    ds_config has not; `DS_COMPRESS_HOOK=0` in the environment switches the hook off.
 
     Args:
-        base: class of the engine.
-        module: `deepspeed.runtime.pipe.engine`.
+        engine: what `deepspeed.initialize` returned. If it is not a pipeline, a warning is logged.
+        block: the value of the key.
 
     Raises:
-        CompressionError: too old, or a seam is missing; names it.
+        CompressionError: the same line on every rank: a bad block, or ranks that differ. Or the engine is
+            compressed already.
     """
-    release = f"ds_compress: DeepSpeed {deepspeed.__version__}"
-    if Version(deepspeed.__version__).release < Version(MINIMUM_DEEPSPEED).release:
-        raise CompressionError(
-            f'{release} has another pipeline engine; pip install "deepspeed>={MINIMUM_DEEPSPEED}"'
+    if hasattr(engine, "ds_compress"):
+        raise CompressionError(f"{KEY}: this engine is compressed already; attach to it once, or use the key")
+    if not is_pipeline(engine):
+        config = Config(block)
+        config.leave_uncompressed(
+            f"{type(engine).__name__} is not a pipeline; ds_compress compresses what the stages and replicas "
+            "of a deepspeed.pipe.PipelineModule send each other"
         )
-    for instruction in CompressedEngine._AROUND:
-        body = base._INSTRUCTION_MAP.get(instruction)
-        if body is None or "buffer_id" not in inspect.signature(body).parameters:
-            raise CompressionError(
-                f"{release}: unknown way to run {instruction.__name__}; it is not supported"
-            )
-    for name in ("_exec_schedule", "_send_tensor_meta", "_recv_tensor_meta", "_allocate_or_extend_buffers"):
-        if not callable(getattr(base, name, None)):
-            raise CompressionError(f"{release}: its pipeline engine has no {name}; it is not supported")
-    if not all(callable(getattr(module.p2p, name, None)) for name in ("send", "recv")):
-        raise CompressionError(f"{release}: its p2p has no send and recv; it is not supported")
-
-
-def read_ds_config(path: Path) -> Any:
-    """Return what a ds_config.json holds, read as `deepspeed.initialize` does: comments are allowed, and keys
-    that come twice are refused.
-
-    Raises:
-        OSError: there is no such file, or it cannot be read.
-        ValueError: DeepSpeed does not read it.
-    """
-    path.stat()  # DeepSpeed takes what is not a file for base64
-    try:
-        return load_ds_config(str(path))
-    except RecursionError as error:
-        raise ValueError("lists or objects are nested too deep") from error
-
-
-def prepare() -> None:
-    """Let DeepSpeed's own messages, of shapes and the like, reach a neighbour's GPU.
-
-    Over a backend that cannot send a device's memory DeepSpeed would fail at the first of them. What it has
-    for a torch without send and recv, broadcasts in groups of two, works there.
-    """
-    if staging.is_needed(torch.device(get_accelerator().device_name())):
-        p2p.can_send_recv = lambda: False
-
-
-def attach(engine: Any, module: Any, block: object) -> None:
-    """Put the mixin over `engine` as `block` says; called on every rank when the engine has been built.
-
-    Raises:
-        CompressionError: the same line on every rank: a bad block, or ranks that differ.
-    """
+        _log_notes(engine, config)
+        return
     base = type(engine)
-    mixin, make_session = _mixin(base)
+    mixin, make_session = _mixin(engine)
     agreed: dict[str, Any] | CompressionError
     try:
         config = Config(block)
         make_session.check(config, engine.num_stages)
-        check_release(base, module)
+        check_release(engine)
         config.count_epochs(steps_per_epoch(engine))
         codec = config.replica_codec
         has_replicas = codec is not None and engine.is_data_parallel
@@ -140,12 +97,11 @@ def attach(engine: Any, module: Any, block: object) -> None:
     except CompressionError as error:
         agreed = error
     agree(_get_default_store(), dist.get_rank(), dist.get_world_size(), agreed, HANDSHAKE_SECONDS)
-    for note in config.notes if engine.global_rank == 0 else ():
-        logger.warning(note)
+    _log_notes(engine, config)
     if not compresses:
         return
 
-    original = base._INSTRUCTION_MAP
+    original = instruction_map(base)
     members = {"_INSTRUCTION_MAP": ChainMap(dict(mixin._AROUND), original)}
     engine.__class__ = type(f"Compressed{base.__name__}", (mixin, base), members)
     cleanup.free_unused(engine.device)
@@ -158,3 +114,8 @@ def attach(engine: Any, module: Any, block: object) -> None:
     session = engine.ds_compress = make_session(engine, config, *parts)
     cleanup.free_with(engine, session.stage.groups, watchdog.close)
     weakref.finalize(engine, session.monitor.close)  # when the engine goes, at the latest when Python ends
+
+
+def _log_notes(engine: Any, config: Config) -> None:
+    for note in config.notes if engine.global_rank == 0 else ():
+        logger.warning(note)

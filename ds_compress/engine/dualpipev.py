@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ds_compress.checkpoint.search import Side
 from ds_compress.config import DIRECTIONS, KEY, Config
+from ds_compress.engine.deepspeed import neighbour_stages, queue_message, take_queue
 from ds_compress.engine.intercept import PointToPoint, as_announced
 from ds_compress.engine.mixin import CompressedEngine
 from ds_compress.engine.session import Session
@@ -142,9 +143,10 @@ class DualPipeVSession(Session):
         back = boundary(2 * last - 1 - rank, rank < last), boundary(2 * last - rank, rank > 0)
         stage = TwoStages(config, p2p, [out, back])
         for phase, (before, after) in enumerate(stage.phases):
+            upstream, downstream = neighbour_stages(engine, phase)
             for end, neighbour, receiving, sending in (
-                (before, engine._upstream_stage(phase), Instruction.RECV_ACTIVATION, Instruction.SEND_GRAD),
-                (after, engine._downstream_stage(phase), Instruction.RECV_GRAD, Instruction.SEND_ACTIVATION),
+                (before, upstream, Instruction.RECV_ACTIVATION, Instruction.SEND_GRAD),
+                (after, downstream, Instruction.RECV_GRAD, Instruction.SEND_ACTIVATION),
             ):
                 if end is None:
                     continue
@@ -217,15 +219,15 @@ class DualPipeVSession(Session):
         timeout = PeerTimeout(channel.place, self.config.block.link.timeout_s)
 
         def queue(operation: Callable[..., Any], tensors: list[Tensor]) -> None:
-            self._base._queue_p2p(operation, tensors, stage)
+            queue_message(self._base, operation, tensors, stage)
             self._timeouts.append(timeout)
 
         return queue
 
     def _launch(self) -> None:
         """Do all that is queued, as DeepSpeed does it; but failures name their boundary."""
-        operations, timeouts = self.engine._p2p_ops, self._timeouts
-        self.engine._p2p_ops, self._timeouts = [], []
+        operations, timeouts = take_queue(self.engine), self._timeouts
+        self._timeouts = []
         if not operations:
             return
         peers = ", ".join(sorted({str(operation.peer) for operation in operations}))

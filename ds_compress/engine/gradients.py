@@ -16,8 +16,6 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
-from deepspeed.moe.utils import is_moe_param
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
 from torch import distributed as dist
 
@@ -25,6 +23,15 @@ from ds_compress.codec import CODECS
 from ds_compress.codecs.lowrank import LowRank
 from ds_compress.codecs.mixins import layers
 from ds_compress.config import Config, ReplicasOptions
+from ds_compress.engine.deepspeed import (
+    BF16_Optimizer,
+    add_to_flat_gradient,
+    flat_gradient,
+    flat_groups,
+    is_moe_param,
+    loss_scale,
+    reduced_gradients,
+)
 from ds_compress.engine.optimizers import mix_in
 from ds_compress.engine.overlap import EarlyBuckets
 from ds_compress.message.gradient_error import AVERAGED
@@ -106,8 +113,10 @@ class GradientTraffic:
             ]
             take: Callable[[int, Tensor, bool], list[Gradient]] = self._take_gradient
             if isinstance(engine.optimizer, BF16_Optimizer):
-                groups = enumerate(engine.optimizer.bf16_groups)
-                self._in_groups = {id(p): (n, at) for n, group in groups for at, p in enumerate(group)}
+                groups = enumerate(flat_groups(engine.optimizer))
+                self._in_groups = {
+                    id(p): (n, at) for n, group in groups for at, p in enumerate(group.parameters)
+                }
                 usual = [(number, p) for number, p in usual if id(p) in self._in_groups]
                 take = self._take_flat_gradient
             self.early = EarlyBuckets(self.exchange, usual, bucket_bytes, take)
@@ -188,14 +197,12 @@ class GradientTraffic:
         optimizer = self._engine.optimizer
         group, at = self._in_groups[id(parameter)]
         if in_pass:
-            optimizer._update_hp_grad(parameter, group, at, clear_lp_grads=False)
-            parameter.grad = None  # else it would be added again
-        gradient = optimizer.fp32_groups_gradients[group][at]
+            add_to_flat_gradient(optimizer, parameter, group, at)
+        gradient, flat = flat_gradient(optimizer, group, at)
         if not self.is_partitioned:
             return [Gradient(number, gradient.view(-1))]
         span, found = _GradientSpan(gradient.data_ptr(), gradient.nbytes, number), list[Gradient]()
-        parts = optimizer.fp32_groups_gradients_flat[group].chunk(self.exchange.replicas.size)
-        for owner, part in enumerate(parts):
+        for owner, part in enumerate(flat.chunk(self.exchange.replicas.size)):
             _split(part, owner, [span], found, [])
         return found
 
@@ -253,7 +260,7 @@ class GradientTraffic:
             size = self.exchange.replicas.size
             parts = [part for flat in bucket for part in flat.chunk(size)]
             owners = [*range(size)] * len(bucket)
-        return self.all_reduce(parts, gradients_of(self._engine), owners, group, factor, exact)
+        return self.all_reduce(parts, reduced_gradients(self._engine), owners, group, factor, exact)
 
     def gather_parameters(self) -> bool:
         """Let all replicas have the new parameters of BF16_Optimizer; return False if that is left to
@@ -261,8 +268,7 @@ class GradientTraffic:
         engine, optimizer = self._engine, self._engine.optimizer
         if self._parameters is None or engine.global_steps < self._warmup_steps:
             return False
-        flats = zip(optimizer.bf16_groups, optimizer.bf16_groups_flat, optimizer.fp32_groups_flat_partition)
-        for group, flat, new in flats:
+        for group, flat, new in flat_groups(optimizer):
             ends = itertools.accumulate((parameter.numel() for parameter in group), initial=0)
             ranges = [Range(at, p.numel(), self._numbers.get(id(p))) for at, p in zip(ends, group)]
             self._parameters.gather(flat, new, ranges, engine.global_steps)
@@ -297,7 +303,7 @@ class GradientTraffic:
             _split(tensor, owner, spans, found, others)
         if not found:
             return False
-        scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
+        scale = loss_scale(engine)
         later = [gradient for gradient in found if gradient.parameter not in sent]
         self.exchange.average(later, factor, scale, engine.global_steps)
         if others:
@@ -316,15 +322,6 @@ class GradientTraffic:
             if gradient.dtype in DTYPES:
                 spans.append(_GradientSpan(gradient.data_ptr(), gradient.nbytes, number))
         return sorted(spans)
-
-
-def gradients_of(engine: Any) -> list[tuple[Any, Tensor | None]]:
-    """Return the parameters of a stage that DeepSpeed's own all-reduce averages, with their gradients."""
-    optimizer = engine.optimizer
-    if isinstance(optimizer, BF16_Optimizer):  # views of flat buffers
-        groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients)
-        return [pair for group in groups for pair in zip(*group)]
-    return [(parameter, parameter.grad) for parameter in engine.module.parameters()]
 
 
 def connect_replicas(engine: Any, config: Config) -> GradientTraffic | None:

@@ -23,25 +23,16 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
-from deepspeed.runtime.pipe import engine as pipe_engine
 from torch import Tensor
 
 from ds_compress.codec import TensorSpec
+from ds_compress.engine.deepspeed import DEEPSPEED
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Channel
 from ds_compress.transport.p2p import Receiver, Sender
 
 PACKETS, DEPENDENCE = 0x44534350, 0x44534351
 """Last number of a shape message that packets follow; `DEPENDENCE`: the bits before it are valid."""
-
-
-DEEPSPEED = vars(pipe_engine)
-"""Globals of the functions of DeepSpeed's own pipeline engine."""
-
-
-def is_deepspeeds(function: Any) -> bool:
-    """Return whether `function` is one of DeepSpeed's own pipeline engine."""
-    return getattr(function, "__globals__", None) is DEEPSPEED
 
 
 class ShapeMessage:

@@ -17,12 +17,13 @@ import torch
 from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
-from ds_compress.engine.intercept import DEEPSPEED, is_deepspeeds, receiving
+from ds_compress.engine.deepspeed import DEEPSPEED, is_deepspeeds
+from ds_compress.engine.intercept import receiving
 from ds_compress.engine.session import Session
 from ds_compress.engine.stage import Instruction
+from ds_compress.message.channel import Mode
 from ds_compress.message.layout import tensors_in
 from ds_compress.monitor.metrics import EVAL_LOSS, label
-from ds_compress.runtime.guard import Mode, evaluation_mode
 
 _UNTIMED = contextlib.nullcontext()
 _EVAL_OPTIONS = ("return_logits", "compute_loss", "reduce_output", "bcast_loss", "num_micro_batches")
@@ -246,7 +247,7 @@ def _evaluate_both(
     engine.module.eval()  # as DeepSpeed does, and leaves it
     try:
         engine.monitor.enabled = False  # one value for DeepSpeed's own label
-        with evaluation_mode(engine, config, other):
+        with session.evaluation(other):
             losses[other] = evaluate(once, **asked).mean().item()
     finally:
         engine.monitor.enabled = monitored

@@ -11,8 +11,6 @@ from functools import partial
 from typing import Any
 
 import deepspeed
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 from torch import distributed as dist
 
@@ -21,6 +19,7 @@ from ds_compress.codecs.lowrank import LowRank
 from ds_compress.codecs.mixins import layers
 from ds_compress.config import KEY, ReplicasOptions
 from ds_compress.config.replicas import check_size
+from ds_compress.engine.deepspeed import BF16_Optimizer, DeepSpeedZeroOptimizer, missing
 from ds_compress.errors import CompressionError
 from ds_compress.transport import staging
 
@@ -154,15 +153,6 @@ class _AllRanks:
 
 
 _MIXINS = {DeepSpeedZeroOptimizer: CompressedZeroOptimizer, BF16_Optimizer: CompressedBF16Optimizer}
-_ALSO_USED = {
-    DeepSpeedZeroOptimizer: ("ipg_buckets", "get_gradient_for_reduction", "bit16_groups"),
-    BF16_Optimizer: (
-        "_update_hp_grad",
-        "bf16_groups_flat",
-        "fp32_groups_flat_partition",
-        "fp32_groups_gradient_flat_partition",
-    ),
-}
 
 
 def check_optimizer(engine: Any, options: ReplicasOptions, codec: Codec) -> None:
@@ -199,14 +189,13 @@ def check_optimizer(engine: Any, options: ReplicasOptions, codec: Codec) -> None
             f"{KEY}.replicas: torch_autocast to float16 is not allowed: residuals would contain its loss "
             "scale; use bfloat16, or fp16"
         )
-    for base, mixin in _MIXINS.items():
-        own = (name for name in vars(mixin) if not name.startswith("_") and name != "ds_compress")
-        for name in (*own, *_ALSO_USED[base]) if isinstance(optimizer, base) else ():
-            if not hasattr(optimizer, name):
-                raise CompressionError(
-                    f"{KEY}.replicas: DeepSpeed {deepspeed.__version__} has no {name} in its "
-                    f"{base.__name__}; leave replicas out"
-                )
+    for base in _MIXINS:
+        name = missing(base.__name__, optimizer) if isinstance(optimizer, base) else ""
+        if name:
+            raise CompressionError(
+                f"{KEY}.replicas: DeepSpeed {deepspeed.__version__} has no {name} in its "
+                f"{base.__name__}; leave replicas out"
+            )
 
 
 def mix_in(optimizer: Any, traffic: Any) -> None:

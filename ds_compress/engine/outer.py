@@ -18,14 +18,11 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
 import torch
-from deepspeed.pipe import TiedLayerSpec
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import PrefixStore
@@ -33,6 +30,12 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_compress.config import Config
 from ds_compress.config.replicas import STORE
+from ds_compress.engine.deepspeed import (
+    copy_weights_to_parameters,
+    has_partitions,
+    partitioned_weights,
+    tied_weights,
+)
 from ds_compress.errors import CompressionError, in_one_line
 from ds_compress.feedback.state import residuals
 from ds_compress.message.layout import Counters
@@ -455,17 +458,17 @@ def check_outer(engine: Any) -> None:
         CompressionError: names what is missing.
     """
     optimizer = engine.optimizer
-    has_partitions = isinstance(optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer))
+    is_partitioned = has_partitions(optimizer)
     if engine.has_moe_layers:
         raise CompressionError(f"{PLACE}.every: MoE layers are not allowed between launches; use every 1")
-    if not has_partitions and any(
+    if not is_partitioned and any(
         p.dtype != torch.float32 for p in engine.module.parameters() if p.requires_grad
     ):
         raise CompressionError(
             f"{PLACE}.every: {type(optimizer).__name__} has no fp32 weights that are known here; use "
             "bf16, or ZeRO 1"
         )
-    if not has_partitions and engine.is_data_parallel:
+    if not is_partitioned and engine.is_data_parallel:
         raise CompressionError(
             f"{PLACE}.every: a launch with data-parallel ranks needs ZeRO 1, so that each has a part of the "
             'weights; set "zero_optimization": {"stage": 1}'
@@ -489,42 +492,19 @@ def find_masters(engine: Any, trained: list[Tensor]) -> list[MasterWeight]:
         rows = RowSpan.of(parameter[0].numel(), start, values.numel())
         return MasterWeight(values, DeltaPart(numbers[id(parameter)], values.numel(), rows))
 
-    if isinstance(optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer)):
-        found = [
-            master(*place) for place in _partitioned(optimizer, engine.grid.get_data_parallel_id(), ranks)
-        ]
+    if has_partitions(optimizer):
+        own = engine.grid.get_data_parallel_id()
+        found = [master(*place) for place in partitioned_weights(optimizer, own, ranks)]
     else:
         found = [master(p, 0, p.detach().view(-1)) for p in trained]
     return sorted(found, key=lambda each: each.part is None)
 
 
-def _partitioned(optimizer: Any, rank: int, ranks: int) -> Iterator[tuple[Tensor, int, Tensor]]:
-    """Yield the parameters of which partition `rank` has values, where these start, and these."""
-    if isinstance(optimizer, BF16_Optimizer):
-        groups, flats = optimizer.bf16_groups, optimizer.fp32_groups_flat_partition
-        offsets = None
-    else:
-        groups, flats = optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups
-        offsets = getattr(optimizer, "round_robin_bit16_offsets", None)  # older releases do not pad
-    for number, (group, flat) in enumerate(zip(groups, flats)):
-        sizes = (parameter.numel() for parameter in group)
-        starts = offsets[number] if offsets is not None else itertools.accumulate(sizes, initial=0)
-        first = rank * flat.numel()
-        for parameter, start in zip(group, starts):
-            begin, end = max(start, first), min(start + parameter.numel(), first + flat.numel())
-            if begin < end:
-                yield parameter, begin - start, flat.detach()[begin - first : end - first]
-
-
 def _tied_numbers(module: Any) -> dict[int, int]:
     """Return a number for each tied parameter of this stage, by id; the same for all its copies."""
-    keys = sorted({spec.key for spec in module._layer_specs if isinstance(spec, TiedLayerSpec)})
-    numbers = {}
-    for key, shared in module.tied_comms.items():
-        for position, name in enumerate(shared["weight_attr"]):
-            weight = module._recursive_getattr(module.tied_modules[key], name)
-            numbers[id(weight)] = (TIED + 64 * keys.index(key) + position) % EXACT
-    return numbers
+    return {
+        id(weight): (TIED + 64 * key + position) % EXACT for key, position, weight in tied_weights(module)
+    }
 
 
 def _read(masters: list[MasterWeight]) -> Tensor:
@@ -538,8 +518,7 @@ def _write(engine: Any, masters: list[MasterWeight], values: Tensor) -> None:
     with torch.no_grad():
         for each, own in zip(masters, values.split([each.values.numel() for each in masters])):
             each.values.copy_(own)
-        if hasattr(engine.optimizer, "update_lp_params"):
-            engine.optimizer.update_lp_params()
+        copy_weights_to_parameters(engine.optimizer)
 
 
 def _lowest(engine: Any, value: int) -> int:

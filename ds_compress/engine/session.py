@@ -7,10 +7,12 @@ settings that they return.
 
 import contextlib
 import functools
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.pipe import schedule
@@ -19,6 +21,14 @@ from torch import Tensor
 from ds_compress.checkpoint.checkpointer import Checkpointer
 from ds_compress.checkpoint.search import Side
 from ds_compress.config import Config
+from ds_compress.engine.deepspeed import (
+    evaluate,
+    evaluating,
+    instruction_map,
+    is_deepspeeds,
+    layer_range,
+    loss_scale,
+)
 from ds_compress.engine.gradients import connect_replicas
 from ds_compress.engine.handshake import Notes, SharedWarning
 from ds_compress.engine.intercept import (
@@ -27,7 +37,6 @@ from ds_compress.engine.intercept import (
     Sending,
     Specs,
     is_alike,
-    is_deepspeeds,
     refuse,
     refuse_count,
 )
@@ -36,7 +45,7 @@ from ds_compress.engine.outer import OuterTraffic
 from ds_compress.engine.reconfigure import Reconfigurator
 from ds_compress.engine.stage import Instruction, Stage, StepContext
 from ds_compress.engine.wiring import wire
-from ds_compress.message.channel import Boundary, Channel
+from ds_compress.message.channel import Boundary, Channel, Mode, evaluated
 from ds_compress.message.dependence import DependencyTracker
 from ds_compress.message.layout import as_list, tensors_in
 from ds_compress.monitor.monitor import Monitor
@@ -160,9 +169,9 @@ class Session:
 
     def sides(self) -> list[Side]:
         """Return the sides of boundaries that this rank has, with the layers behind them."""
-        stage, module = self.stage, self.engine.module
-        before = [Side(stage.before, module._local_start, "downstream")] if stage.before else []
-        after = [Side(stage.after, module._local_stop, "upstream")] if stage.after else []
+        stage, (first, end) = self.stage, layer_range(self.engine.module)
+        before = [Side(stage.before, first, "downstream")] if stage.before else []
+        after = [Side(stage.after, end, "upstream")] if stage.after else []
         return before + after
 
     def boundary_of_shapes(self, sends: bool) -> Boundary:
@@ -180,9 +189,7 @@ class Session:
         engine = self.engine
         training = torch.is_grad_enabled() and engine.module.training
         masked = engine.has_attention_mask or engine.has_bool_tensors
-        # the same on all stages, as all skip the same steps; evaluation needs no optimizer
-        loss_scale = engine.optimizer.loss_scale if engine.fp16_enabled() and engine.optimizer else 1.0
-        return StepContext(engine.global_steps, training, float(loss_scale), int(masked))
+        return StepContext(engine.global_steps, training, loss_scale(engine), int(masked))
 
     @contextmanager
     def batch(self) -> Iterator[None]:
@@ -196,8 +203,30 @@ class Session:
             if guard.compares_losses(engine.global_steps):
                 guard.check_limits(engine, self.monitor.message_quality())
             if guard.due:
-                guard.check_loss(engine)
+                guard.check_loss(engine, self._replay)
             guard.end_step(getattr(engine, "agg_train_loss", None))
+
+    @contextmanager
+    def evaluation(self, mode: Mode) -> Iterator[None]:
+        """Evaluate with compression or without; nothing of the state of training changes."""
+        devices = [self.engine.device] if self.engine.device.type == "cuda" else []
+        python, numpy = random.getstate(), np.random.get_state()
+        try:
+            with (
+                torch.random.fork_rng(devices),
+                torch.no_grad(),
+                evaluating(self.engine),
+                evaluated(self.stage.boundaries, mode),
+            ):
+                yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+    def _replay(self, mode: Mode, micro_batches: int) -> list[Any]:
+        """Evaluate micro-batches that the guard gives the engine; return what the last stage puts out."""
+        with self.evaluation(mode):
+            return evaluate(self.engine, micro_batches)
 
     @contextmanager
     def running(self, asked: Any) -> Iterator[Any]:
@@ -430,7 +459,7 @@ class Session:
         than DeepSpeed's own may wait for what its neighbour does later."""
         boundary = self.stage.after if send is schedule.SendActivation else self.stage.before
         is_left = boundary is not None and boundary.number in self.stage.left_because
-        is_ours = self.engine._INSTRUCTION_MAP[send] is self.engine._AROUND[send]
+        is_ours = instruction_map(self.engine)[send] is self.engine._AROUND[send]
         return not is_left and is_ours and is_deepspeeds(self.original[send])
 
     @contextmanager

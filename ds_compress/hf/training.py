@@ -18,6 +18,7 @@ from deepspeed import comm as dist
 from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig, get_scheduler
 
+from ds_compress.engine.deepspeed import load_own_file_only, weights_file
 from ds_compress.errors import CompressionError, failures_at, in_one_line
 from ds_compress.hf.collective import gather_integers, raised_on_all_ranks
 from ds_compress.hf.data import IDS, Sequences
@@ -127,11 +128,10 @@ class FinetuneRun:
     def resume(self) -> None:
         """Load the last complete checkpoint, if there is one."""
         engine, root = self.engine, str(self.folder.path)
-        step = self.folder.find_last_step(Path(engine._get_ckpt_name("", "")).name)
+        step = self.folder.find_last_step(weights_file(engine))
         if step is None:
             return
-        # DeepSpeed lists the files of all stages, which this machine may not have, to read its own of them
-        engine._get_all_ckpt_names = lambda *where: [engine._get_ckpt_name(*where)] * engine.mp_world_size
+        load_own_file_only(engine)
         with failures_at(f"{NAME}.out: {checkpoint_name(step)} cannot be loaded"):
             _, state = engine.load_checkpoint(root, checkpoint_name(step))
         self.evaluations = state.get("evaluations", {})

@@ -6,8 +6,9 @@ The same objects serve the pipeline engine and `simulate`.
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ from ds_compress.errors import CompressionError
 from ds_compress.kernels.memory import retain_freed_memory
 from ds_compress.message.layout import Counters, Encoded, MessageLayout, explain, find_exemptions
 from ds_compress.message.packet import PacketLayout
+
+Mode = Literal["compressed", "uncompressed"]
+"""How messages of an evaluation are sent."""
 
 Kind = tuple[bool, bool, int, tuple[bool, ...] | None]
 """What a layout depends on beside specs: compressed, training, masks at the end, dependence on parameters."""
@@ -62,7 +66,7 @@ class Channel:
         """Return the layout of a message of tensors like `tensors`."""
         config, training = self.boundary.config, message_id.training
         # both sides find the same
-        compressed = training or config.eval == "compressed"
+        compressed = training or self.boundary.evaluation == "compressed"
         compressed = compressed and message_id.step >= config.warmup_steps
         kind = compressed, training, self.uncompressed_tail, self.boundary.dependence
         layout = self._latest.get(kind)
@@ -233,6 +237,7 @@ class Boundary:
         self.replica = replica
         self.memory: dict[int, dict[str, Tensor]] = {}  # by tensor position
         self.sample_ids: dict[int, Tensor] = {}  # of the present step, by micro-batch
+        self.evaluation: Mode = config.eval
         self.loss_scale = 1.0  # of the gradients of the present step
         self.dependence: tuple[bool, ...] | None = None
         """Whether each float tensor of a message depends on parameters and holds no mask; None while that is
@@ -356,6 +361,19 @@ class Boundary:
                 for layer in layers(channel.codec, ManagesStorage):
                     layer.restored(memory)
             self.memory[position] = memory
+
+
+@contextmanager
+def evaluated(boundaries: Iterable[Boundary], mode: Mode) -> Iterator[None]:
+    """Send messages of evaluation as `mode` says, whatever the block does."""
+    before = [(boundary, boundary.evaluation) for boundary in boundaries]
+    for boundary, _ in before:
+        boundary.evaluation = mode
+    try:
+        yield
+    finally:
+        for boundary, own in before:
+            boundary.evaluation = own
 
 
 def _inner(codec: Codec) -> Codec:

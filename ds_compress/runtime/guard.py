@@ -9,15 +9,12 @@ So the guard also judges them together, each as a share of its limit. The root o
 shares is at most 1. With 2 bits in both directions each of them may stay below its limit.
 """
 
-import contextlib
 import logging
 import math
-import random
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
-import numpy as np
 import torch
 from deepspeed import comm as dist
 from torch import Tensor
@@ -26,6 +23,7 @@ from ds_compress.codec import TYPICAL, Codec
 from ds_compress.config import DIRECTIONS, Config
 from ds_compress.config.policies import ChannelKey
 from ds_compress.errors import CompressionError
+from ds_compress.message.channel import Mode
 from ds_compress.monitor.limits import LOSSLESS, MessageQuality
 from ds_compress.monitor.metrics import LOSS_COST, label
 
@@ -35,10 +33,8 @@ def is_lossy(codec: Codec) -> bool:
     return codec.error_bound(TYPICAL) > 0
 
 
-_LEFT_BY_EVALUATION = ("total_loss", "total_additional_losses", "fwd_outputs", "loss", "_compute_loss")
-"""Attributes of an engine that a schedule writes, and that programs read after a training step."""
-
-Mode = Literal["compressed", "uncompressed"]
+Replay = Callable[[Mode, int], Sequence[Any]]
+"""Evaluates so many of the micro-batches in `Guard.replayed`; returns what the last stage puts out."""
 
 logger = logging.getLogger("ds_compress")
 
@@ -96,7 +92,7 @@ class Guard:
         """Return whether the guard compares losses after that step."""
         return self._loses and self._options.is_due(step - self._config.warmup_steps)
 
-    def check_loss(self, engine: Any) -> None:
+    def check_loss(self, engine: Any, replay: Replay) -> None:
         """Compare the loss with compression and without, after a step with `due`; called on every rank.
 
         Raises:
@@ -107,9 +103,8 @@ class Guard:
             if self._rank == 0:
                 logger.info("ds_compress: the guard is off: this program loads its micro-batches by itself")
             return
-        compressed, plain = _mean(
-            engine, self._loss(engine, "compressed"), self._loss(engine, "uncompressed")
-        )
+        modes: tuple[Mode, Mode] = "compressed", "uncompressed"
+        compressed, plain = _mean(engine, *(self._loss(engine, replay, mode) for mode in modes))
         self.batches.clear()
         if not math.isfinite(plain):
             return
@@ -125,21 +120,19 @@ class Guard:
         dist.all_reduce(known, op=dist.ReduceOp.MIN)
         return bool(known.item())
 
-    def _loss(self, engine: Any, mode: Mode) -> Tensor:
+    def _loss(self, engine: Any, replay: Replay, mode: Mode) -> Tensor:
         """Return the mean loss, fp32 []: 0 before the last stage, nan if it is no number."""
-        count = self.batches.maxlen
-        with evaluation_mode(engine, self._config, mode):
-            self.replayed = iter(self.batches)
-            try:
-                engine._exec_schedule(engine._inference_schedule(count))
-            finally:
-                self.replayed = None
-            if not engine.is_last_stage():
-                return torch.zeros((), dtype=torch.float32, device=engine.device)
-            losses = [loss for loss in engine.fwd_outputs if torch.is_tensor(loss) and loss.numel() == 1]
-            if len(losses) != count:
-                return torch.full((), math.nan, dtype=torch.float32, device=engine.device)
-            return torch.stack([loss.detach().float().reshape(()) for loss in losses]).mean()
+        count, self.replayed = int(self.batches.maxlen or 0), iter(self.batches)
+        try:
+            outputs = replay(mode, count)
+        finally:
+            self.replayed = None
+        if not engine.is_last_stage():
+            return torch.zeros((), dtype=torch.float32, device=engine.device)
+        losses = [loss for loss in outputs if torch.is_tensor(loss) and loss.numel() == 1]
+        if len(losses) != count:
+            return torch.full((), math.nan, dtype=torch.float32, device=engine.device)
+        return torch.stack([loss.detach().float().reshape(()) for loss in losses]).mean()
 
     def _judge(self, engine: Any, compressed: float, plain: float) -> None:
         cost, first = compressed - plain, abs(plain) if self._first_loss is None else self._first_loss
@@ -211,34 +204,3 @@ def _mean(engine: Any, *losses: Tensor) -> list[float]:
     sums = torch.stack([*losses, last])
     dist.all_reduce(sums)
     return (sums[:-1] / sums[-1]).tolist()
-
-
-@contextlib.contextmanager
-def evaluation_mode(engine: Any, config: Config, mode: Mode) -> Iterator[None]:
-    """Evaluate with compression or without, and restore the engine afterwards."""
-    module = engine.module
-    modes = [(part, part.training) for part in module.modules()]
-    attributes = {name: getattr(engine, name) for name in _LEFT_BY_EVALUATION if hasattr(engine, name)}
-    passes = module.micro_offset  # DeepSpeed may seed the layers of a pass by its number
-    phase = getattr(module, "active_phase", None)  # of DualPipeV
-    devices = [engine.device] if engine.device.type == "cuda" else []
-    python, numpy = random.getstate(), np.random.get_state()
-    config.eval, before = mode, config.eval
-    try:
-        with torch.random.fork_rng(devices), torch.no_grad():
-            # not `train()`: in it modules may do more than set a flag, such as merge adapters
-            for part, _ in modes:
-                part.training = False
-            engine._compute_loss, engine.total_loss, engine.total_additional_losses = True, None, None
-            yield
-    finally:
-        config.eval = before
-        random.setstate(python)
-        np.random.set_state(numpy)
-        module.micro_offset = passes
-        if phase is not None:
-            module.activate_phase(phase)
-        for part, training in modes:
-            part.training = training
-        for name, value in attributes.items():
-            setattr(engine, name, value)

@@ -5,7 +5,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from ds_compress.config.policies import Policy
 from ds_compress.config.recipes import with_changes
 from ds_compress.errors import CompressionError, shown
 from ds_compress.feedback.aqsgd.sample_ids import SampleIds
+from ds_compress.message.channel import Mode, evaluated
 from ds_compress.message.dependence import DependencyTracker
 from ds_compress.runtime.policy import PolicyController
 from ds_compress.simulate.boundary import SimulatedBoundary
@@ -218,9 +219,6 @@ def _follow_samples(model: nn.Module, boundaries: list[SimulatedBoundary], sourc
         later.upstream.sample_ids = earlier.downstream.sample_ids
 
 
-Evaluation = Literal["compressed", "uncompressed"]
-
-
 @dataclass(frozen=True)
 class Traffic:
     """Messages of one direction of a boundary since the start; counts include evaluation."""
@@ -264,7 +262,7 @@ def traffic(model: nn.Module) -> list[Traffic]:
 
 
 @contextmanager
-def evaluating(model: nn.Module, messages: Evaluation) -> Iterator[None]:
+def evaluating(model: nn.Module, messages: Mode) -> Iterator[None]:
     """Switch to evaluation mode, with messages compressed or not; overrides "eval" of the config.
 
     Nothing of the training state changes: one state can be evaluated both ways, and trained on.
@@ -272,20 +270,17 @@ def evaluating(model: nn.Module, messages: Evaluation) -> Iterator[None]:
     Raises:
         CompressionError: `messages` is neither of the two.
     """
-    if messages not in get_args(Evaluation):
+    if messages not in get_args(Mode):
         raise CompressionError(
-            f"evaluating: messages {shown(messages)}; allowed: {', '.join(map(repr, get_args(Evaluation)))}"
+            f"evaluating: messages {shown(messages)}; allowed: {', '.join(map(repr, get_args(Mode)))}"
         )
-    boundaries, modes = _boundaries(model), [(module, module.training) for module in model.modules()]
-    before = [boundary.config.eval for boundary in boundaries]
-    for boundary in boundaries:
-        boundary.config.eval = messages
+    sides = [side for each in _boundaries(model) for side in (each.upstream, each.downstream)]
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        yield
+        with evaluated(sides, messages):
+            yield
     finally:
-        for boundary, eval_before in zip(boundaries, before):
-            boundary.config.eval = eval_before
         for module, mode in modes:
             module.training = mode
 

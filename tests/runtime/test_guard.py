@@ -12,8 +12,10 @@ from torch import nn
 
 from ds_compress.config import Config
 from ds_compress.config.block import FIRST_CHECK
+from ds_compress.engine.deepspeed import evaluating
 from ds_compress.errors import CompressionError
-from ds_compress.runtime.guard import Guard, evaluation_mode
+from ds_compress.message.channel import evaluated as sent_as
+from ds_compress.runtime.guard import Guard
 from tests.support.pipeline import (
     WIDTH,
     Block,
@@ -57,8 +59,8 @@ def trained(
     if evaluate:
         last = next(itertools.islice(batches(), steps * engine.micro_batches - 1, None))
         for mode in ("compressed", "uncompressed"):
-            engine.ds_compress.config.eval = mode
-            evaluated[mode] = engine.eval_batch(itertools.repeat(last), num_micro_batches=1).item()
+            with sent_as(engine.ds_compress.stage.boundaries, mode):
+                evaluated[mode] = engine.eval_batch(itertools.repeat(last), num_micro_batches=1).item()
     return {
         "losses": losses,
         "weights": weights(engine),
@@ -360,10 +362,9 @@ def test_a_look_evaluates_without_what_modules_do_for_evaluation():
     module = nn.Sequential(nn.Dropout(), Merges(2, 2))
     module.micro_offset = 0
     module[0].training = False
-    engine, config = SimpleNamespace(module=module, device=torch.device("cpu")), Config({})
-    with evaluation_mode(engine, config, "uncompressed"):
-        assert not any(part.training for part in module.modules()) and config.eval == "uncompressed"
-    assert [part.training for part in module.modules()] == [True, False, True] and config.eval == "compressed"
+    with evaluating(SimpleNamespace(module=module)):
+        assert not any(part.training for part in module.modules())
+    assert [part.training for part in module.modules()] == [True, False, True]
 
 
 class Brittle(nn.Module):
