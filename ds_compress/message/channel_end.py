@@ -1,7 +1,8 @@
-"""One end of a channel on one rank: codec, link, meter."""
+"""One end of a channel on one rank: codec, link, observers."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from ds_compress.codec import MessageId
 from ds_compress.message.channel import Channel
 from ds_compress.message.layout import MessageLayout
-from ds_compress.message.meters import ReceivingMeter, SendingMeter
+from ds_compress.message.observer import UNTIMED, Observer, SeenMessage
 from ds_compress.transport.p2p import Receiver, Sender
 from ds_compress.transport.streams import CodecStream
 
@@ -27,56 +28,73 @@ class ChannelEnd(Generic[Link]):
     codec_stream: CodecStream
     messages: int = 0
     """Number of messages so far in the current schedule."""
+    observers: list[Observer] = field(default_factory=list)
+    """See each message."""
 
     @property
     def sends(self) -> bool:
         return isinstance(self.link, Sender)
 
+    def timed(self, phase: str) -> AbstractContextManager[None]:
+        """Let observers take the time of a `phase` (`Observer.timed`)."""
+        return self._timed(phase) if self.observers else UNTIMED
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        with ExitStack() as stack:
+            for observer in self.observers:
+                stack.enter_context(observer.timed(phase))
+            yield
+
 
 @dataclass
 class SendingEnd(ChannelEnd[Sender]):
-    meter: SendingMeter | None = None
-    """Meter of the current step, None if it is not measured."""
-    watch: Callable[[Channel, Sequence[Tensor], MessageId], None] | None = None
-    """Sees each message before it is encoded, where settings depend on messages; it waits for no device."""
+    """The end that encodes."""
 
     def transmit(self, tensors: Sequence[Tensor], message_id: MessageId) -> None:
         """Encode a message and hand it to the link."""
-        link, meter = self.link, self.meter
-        if self.watch is not None:
-            self.watch(self.channel, tensors, message_id)
-        if meter is None:
-            packet, extra, _ = self.channel.encode(tensors, message_id, link.memory)
-            link.send(packet)
-        else:
-            packet, extra, _ = meter.encode(self.channel, tensors, message_id, link.memory)
-            meter.send(link, packet)
-        if extra is not None:
-            self.extra_link.send(self.extra_link.memory(extra.numel()).copy_(extra))
+        message = SeenMessage(self.channel, message_id, tensors)
+        for observer in self.observers:
+            observer.before(message)
+        memory = self._timed_memory if self.observers else self.link.memory
+        with self.timed("encode"):
+            encoded = self.channel.encode(tensors, message_id, memory)
+        with self.timed("send"):
+            self.link.send(encoded.packet)
+        message.encoded = encoded
+        for observer in self.observers:
+            observer.after(message)
+        if encoded.extra is not None:
+            self.extra_link.send(self.extra_link.memory(encoded.extra.numel()).copy_(encoded.extra))
+
+    def _timed_memory(self, nbytes: int) -> Tensor:
+        with self.timed("memory"):
+            return self.link.memory(nbytes)
 
     def drain(self) -> None:
         """Return when everything sent has left this process."""
-        if self.meter is None:
+        with self.timed("drain"):
             self.link.drain()
-        else:
-            self.meter.drain(self.link)
         self.extra_link.drain()
 
 
 @dataclass
 class ReceivingEnd(ChannelEnd[Receiver]):
-    meter: ReceivingMeter | None = None
-    """Meter of the current step, None if it is not measured."""
+    """The end that decodes."""
+
     to_post: int = 0
     """Messages that the schedule will receive, as long as their size is not known."""
 
     def take(self, message: MessageLayout, message_id: MessageId) -> list[Tensor]:
         """Take a message from the link and decode it."""
-        link, meter, nbytes = self.link, self.meter, message.packet.nbytes
-        packet = link.receive(nbytes) if meter is None else meter.receive(link, nbytes)
+        link, nbytes = self.link, message.packet.nbytes
+        with self.timed("wait"):
+            packet = link.receive(nbytes)
         if self.to_post > 1:  # announced by this one
             link.expect(nbytes, self.to_post - 1)
         self.to_post = 0
-        if meter is None:
-            return self.channel.decode(packet, message, message_id, self.extra_link.receive)
-        return meter.decode(self.channel, packet, message, message_id, self.extra_link.receive)
+        with self.timed("decode"):
+            arrived = self.channel.decode(packet, message, message_id, self.extra_link.receive)
+        for observer in self.observers:
+            observer.after(SeenMessage(self.channel, message_id, arrived))
+        return arrived

@@ -65,6 +65,10 @@ class MessageLayout:
         self.device = specs[0].device
         self.headers_left = HEADERS_CHECKED
 
+    def compressed_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return those of a message's `tensors` that are compressed: masks beside them may be larger."""
+        return [tensor for tensor, codec in zip(tensors, self.codecs) if codec is not None]
+
     def compressed_bytes(self, codec: Codec) -> int:
         """Return bytes that such a message takes on the wire with `codec`, an extra packet included."""
         return self._bytes(codec, lambda each, spec: each.planned_extra_payload(spec))

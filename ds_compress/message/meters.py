@@ -4,24 +4,22 @@ Meters keep clock marks and device tensors, and compute numbers when `values` is
 for a device. An error in measuring is kept as text and does not stop the message.
 """
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_compress.codec import MessageId
 from ds_compress.codecs.message_error import UNKNOWN, MessageError, compare
 from ds_compress.errors import in_one_line
 from ds_compress.message.channel import Channel
 from ds_compress.message.clock import HostClock
 from ds_compress.message.gradient_error import GradientError
-from ds_compress.message.layout import Encoded, MessageLayout
-from ds_compress.transport.p2p import Receiver, Sender
+from ds_compress.message.observer import Observer, SeenMessage
 
 
-class _Meter:
+class _Meter(Observer):
     """Times by name, as pairs of marks."""
 
     def __init__(self, clock: HostClock):
@@ -42,10 +40,10 @@ class _Meter:
             return self._clock.mark()
 
     @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
+    def timed(self, phase: str) -> Iterator[None]:
         start = self._mark()
         yield
-        self._times.setdefault(name, []).append((start, self._mark()))
+        self._times.setdefault(phase, []).append((start, self._mark()))
 
     def _total_ms(self, name: str) -> float:
         return sum(self._clock.ms(start, end) for start, end in self._times.get(name, ()))
@@ -79,62 +77,34 @@ class SendingMeter(_Meter):
         super().__init__(clock)
         self._compared = compared
         self._gradients = gradients
-        self._is_compressed = False  # the latest message: not in the warm-up
         self._largest: list[Tensor] = []  # of each message
         self._comparison: Tensor | None = None  # of the message that is compared
-        self._tensors: Sequence[Tensor] = ()  # those that count, of the message between encode and send
-        self._decode: Callable[[Tensor], list[Tensor]] | None = None
+        self._listener: Channel | None = None  # decodes the message that is being sent
 
-    def encode(
-        self,
-        channel: Channel,
-        tensors: Sequence[Tensor],
-        message_id: MessageId,
-        memory: Callable[[int], Tensor],
-    ) -> Encoded:
-        """Encode a message as `channel` does, and measure how."""
-        listener: Channel | None = None
+    def before(self, message: SeenMessage) -> None:
+        """Keep what decodes the message, if it is compared."""
+        self._listener = None
         with self._measuring():
-            if message_id.micro_batch in self._compared:
-                listener = channel.as_receiver()
+            if message.message_id.micro_batch in self._compared:
+                self._listener = message.channel.as_receiver()
 
-        def timed_memory(nbytes: int) -> Tensor:
-            with self._timed("memory"):
-                return memory(nbytes)
-
-        with self._timed("encode"):
-            encoded = channel.encode(tensors, message_id, timed_memory)
-        _, extra, message = encoded
-        self._is_compressed = message.compressed
-        counts = _counting(message.exempt)
-        self._tensors = [tensors[index] for index in counts]
-        if listener is not None:
-
-            def decode(packet: Tensor) -> list[Tensor]:
-                decoded = listener.decode(packet, message, message_id, lambda nbytes: extra)
-                return [decoded[index] for index in counts]
-
-            self._decode = decode
-        return encoded
-
-    def send(self, sender: Sender, packet: Tensor) -> None:
-        """Send a packet, and measure what it did to the message."""
-        with self._timed("send"):
-            sender.send(packet)
+    def after(self, message: SeenMessage) -> None:
+        """Measure what the packet did to the message."""
+        encoded, listener, self._listener = message.encoded, self._listener, None
+        assert encoded is not None
         with self._measuring():
-            self._largest.append(largest(self._tensors))
-            if self._decode is not None:
-                decoded = self._decode(packet)
-                if self._comparison is None:
-                    self._comparison = compare(self._tensors, decoded)
-                if self._gradients is not None and self._is_compressed:
-                    self._gradients.add(self._tensors, decoded)
-        self._tensors, self._decode = (), None
-
-    def drain(self, sender: Sender) -> None:
-        """Wait for what was sent, and measure how long."""
-        with self._timed("drain"):
-            sender.drain()
+            layout = encoded.layout
+            counts = _counting(layout.exempt)
+            tensors = [message.tensors[index] for index in counts]
+            self._largest.append(largest(tensors))
+            if listener is None:
+                return
+            arrived = listener.decode(encoded.packet, layout, message.message_id, lambda _: encoded.extra)
+            decoded = [arrived[index] for index in counts]
+            if self._comparison is None:
+                self._comparison = compare(tensors, decoded)
+            if self._gradients is not None and layout.compressed:
+                self._gradients.add(tensors, decoded)
 
     def values(self) -> dict[str, float]:
         """Return what was measured since the meter was made, by column.
@@ -167,23 +137,6 @@ class ReceivingMeter(_Meter):
     """Measures a receiving end for one step."""
 
     COLUMNS = ("decode_ms", "wait_ms")
-
-    def receive(self, receiver: Receiver, nbytes: int) -> Tensor:
-        """Receive a packet, and measure how long it takes."""
-        with self._timed("wait"):
-            return receiver.receive(nbytes)
-
-    def decode(
-        self,
-        channel: Channel,
-        packet: Tensor,
-        message: MessageLayout,
-        message_id: MessageId,
-        fetch: Callable[[int], Tensor | None] | None,
-    ) -> list[Tensor]:
-        """Decode a message as `channel` does, and measure how long it takes."""
-        with self._timed("decode"):
-            return channel.decode(packet, message, message_id, fetch)
 
     def values(self) -> dict[str, float]:
         """Return by column: wait_ms, in which the stage was blocked until packets arrived; decode_ms."""

@@ -143,10 +143,9 @@ class Monitor:
                         number = end.channel.boundary.number
                         gradients = self._gradient_errors.setdefault(number, GradientError())
                     compared = several if judged and gradients is not None else one
-                    end.meter = SendingMeter(self._clock, compared, gradients)
+                    self._attach(end, SendingMeter(self._clock, compared, gradients))
                 else:
-                    end.meter = ReceivingMeter(self._clock)
-                self._meters.append((end, end.meter))
+                    self._attach(end, ReceivingMeter(self._clock))
             self._began = self._clock.mark()
 
     def end_step(
@@ -267,11 +266,15 @@ class Monitor:
         self._table.set_status(self._rank, Status.FAILED if self._failure else measured)
         return step_ms
 
+    def _attach(self, end: End, meter: SendingMeter | ReceivingMeter) -> None:
+        end.observers.append(meter)
+        self._meters.append((end, meter))
+
     def _take_meters(self) -> list[tuple[End, SendingMeter | ReceivingMeter]]:
         """Detach all meters from their endpoints and return them."""
         meters, self._meters = self._meters, []
-        for end, _ in meters:
-            end.meter = None
+        for end, meter in meters:
+            end.observers.remove(meter)
         return meters
 
     def _warn(self) -> None:

@@ -118,10 +118,10 @@ def evaluate(
                 for direction, own in zip(DIRECTIONS, pair):
                     sides = ends if direction == "forward" else ends[::-1]
                     tensors = own[numbers[repeat % len(numbers)]]
-                    measured, pairs = _measure(sides, direction, tensors, clock, first + repeat)
+                    measured, sent, arrived = _measure(sides, direction, tensors, clock, first + repeat)
                     found[direction].append(measured)
                     if measured["error"]:
-                        accumulated[direction].add(*zip(*pairs))
+                        accumulated[direction].add(sent, arrived)
     except Exception:
         return dict.fromkeys(DIRECTIONS, UNKNOWN)
     return {direction: _summarize(rows, accumulated[direction]) for direction, rows in found.items()}
@@ -146,9 +146,9 @@ def _separate_end(boundary: Boundary, config: Config) -> Boundary:
 
 def _measure(
     ends: Sequence[Boundary], direction: str, tensors: list[Tensor], clock: HostClock, step: int
-) -> tuple[Measurements, list[tuple[Tensor, Tensor]]]:
-    """Send one message from the first end to the second; return its compressed tensors, too, as pairs of what
-    was sent and what arrived."""
+) -> tuple[Measurements, list[Tensor], list[Tensor]]:
+    """Send one message from the first end to the second; return its compressed tensors, too, and what
+    arrived."""
     sender, receiver = (getattr(end, direction) for end in ends)
     message_id = sender.message_id(step, 0)
     start = clock.mark()
@@ -156,8 +156,8 @@ def _measure(
     middle = clock.mark()
     decoded = receiver.decode(packet, message, message_id, lambda nbytes: extra)
     end = clock.mark()
-    pairs = [each for each, codec in zip(zip(tensors, decoded), message.codecs) if codec is not None]
-    error, token_error = _errors(sender.codec, pairs)
+    sent, arrived = message.compressed_of(tensors), message.compressed_of(decoded)
+    error, token_error = _errors(sender.codec, sent, arrived)
     measured = {
         "bytes": float(packet.numel() + (extra.numel() if extra is not None else 0)),
         "encode": clock.ms(start, middle) / 1e3,
@@ -165,15 +165,15 @@ def _measure(
         "error": error,
         "token_error": token_error,
     }
-    return measured, pairs
+    return measured, sent, arrived
 
 
-def _errors(codec: Codec, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, float]:
-    """Return relative and token error of the compressed tensors alone: masks beside them may be larger."""
-    bound = max((codec.error_bound(TensorSpec.of(x)) for x, _ in pairs), default=0.0)
+def _errors(codec: Codec, sent: Sequence[Tensor], arrived: Sequence[Tensor]) -> tuple[float, float]:
+    """Return relative and token error."""
+    bound = max((codec.error_bound(TensorSpec.of(x)) for x in sent), default=0.0)
     if bound == 0:
         return 0.0, 0.0
-    found = measure_error(*zip(*pairs))
+    found = measure_error(sent, arrived)
     if math.isnan(found.relative_error) or found.message_norm == 0:  # zeros say nothing about other messages
         return math.inf, math.inf
     return max(found.relative_error, MIN_ERROR), max(found.token_error, MIN_ERROR)

@@ -8,19 +8,16 @@ within the error budget. It holds from the next step on; checkpoints contain it.
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
-from torch import Tensor
-
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.config.recipes import LIMITS, with_changes
-from ds_compress.message.channel import Channel
-from ds_compress.message.channel_end import SendingEnd
 from ds_compress.message.clock import HostClock, clock_for
+from ds_compress.message.observer import Observer, SeenMessage, observing
 from ds_compress.planning.balance import balance_layers, is_uneven
 from ds_compress.planning.choice import (
     Candidate,
@@ -55,27 +52,17 @@ from ds_compress.runtime.stage_profile import (
 )
 
 
-@contextmanager
-def copy_messages(stage: StageView, found: Messages) -> Iterator[None]:
-    """Copy the messages of the first micro-batches of a batch into `found`."""
-    names = [(end, "transmit" if isinstance(end, SendingEnd) else "take") for end in stage.ends]
-    for end, name in names:
-        setattr(end, name, partial(_run_and_copy, getattr(end, name), end.channel, found))
-    try:
-        yield
-    finally:
-        for end, name in names:
-            delattr(end, name)
+class MessageCopies(Observer):
+    """Copies the messages of the first micro-batches of a batch."""
 
+    def __init__(self, found: Messages):
+        self._found = found
 
-def _run_and_copy(run: Any, channel: Channel, found: Messages, message: Any, message_id: Any) -> Any:
-    """Run `transmit` of an end, which sends tensors, or `take`, which returns them."""
-    arrived: list[Tensor] | None = run(message, message_id)
-    if message_id.micro_batch < REPEATS:
-        tensors: Sequence[Tensor] = message if arrived is None else arrived
-        copies = [tensor.detach().clone() for tensor in tensors]
-        found.setdefault((channel.boundary.number, channel.direction), {})[message_id.micro_batch] = copies
-    return arrived
+    def after(self, message: SeenMessage) -> None:
+        number, place = message.message_id.micro_batch, message.channel
+        if number < REPEATS:
+            copies = [tensor.detach().clone() for tensor in message.tensors]
+            self._found.setdefault((place.boundary.number, place.direction), {})[number] = copies
 
 
 def column_name(side: str, candidate: Candidate, direction: str, what: str) -> str:
@@ -157,7 +144,8 @@ class AutoController(DepthController):
 
     def _watching(self, engine: Any, stage: StageView) -> AbstractContextManager[None]:
         copies = self._is_open and self._batches == self._last
-        return copy_messages(stage, self._messages) if copies else nullcontext()
+        copier = MessageCopies(self._messages)
+        return observing([(end, copier) for end in stage.ends if copies])
 
     def _choose(self, engine: Any, stage: StageView, row: Row) -> Change | None:
         if not self._is_open:

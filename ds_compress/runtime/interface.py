@@ -3,16 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
-
-from ds_compress.codec import MessageId
 from ds_compress.config import Config
-from ds_compress.message.channel import Boundary, Channel
+from ds_compress.message.channel import Boundary
 from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
 from ds_compress.transport.streams import Made
-
-Watch = Callable[[Channel, Sequence[Tensor], MessageId], None]
-"""Called with each message before it is encoded."""
 
 
 class Trainer(Protocol):
@@ -31,9 +25,7 @@ class Trainer(Protocol):
 
 
 class MessageSource(Protocol):
-    """Ends of channels; the `watch` of an end that `sends` is called with each message."""
-
-    config: Config
+    """Ends of channels, with their `observers`."""
 
     @property
     def ends(self) -> Sequence[Any]:

@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_compress.codec import MessageId
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.config.policies import ChannelKey, DecisionInput, Policy, Signal, ladders
 from ds_compress.config.policies.base import format_rung
 from ds_compress.errors import CompressionError, shown
-from ds_compress.message.channel import Channel
+from ds_compress.message.observer import Observer, SeenMessage
 from ds_compress.replicas.exchange import Exchange
 from ds_compress.runtime.interface import Change, MessageSource, Trainer
 
@@ -32,34 +31,33 @@ Gather = Callable[[Tensor], Sequence[Tensor]]
 BACKWARD = "backward"
 
 
-class Signals:
+class Signals(Observer):
     """The norms of gradient messages on one rank since the last decision."""
 
-    def __init__(self, boundaries: int, device: torch.device, all_gather: Gather):
+    def __init__(self, config: Config, boundaries: int, device: torch.device, all_gather: Gather):
+        self._config = config
         self._boundaries = boundaries
         self._device = device
         self._all_gather = all_gather
         self._norms: dict[int, Tensor] = {}  # by boundary: sum and number of finite norms
 
-    def note_norms(self, source: MessageSource) -> None:
+    def observe(self, source: MessageSource) -> None:
         """Record the norms of gradient messages from now on, in training steps after the warm-up."""
-
-        def watch(channel: Channel, tensors: Sequence[Tensor], message_id: MessageId) -> None:
-            if not message_id.training or message_id.step < source.config.warmup_steps:
-                return
-            floats = [tensor for tensor in tensors if tensor.dtype.is_floating_point]
-            found = torch.stack(
-                [torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32) for tensor in floats]
-            )
-            norm = torch.linalg.vector_norm(found).double() / channel.boundary.loss_scale
-            finite = norm.isfinite()
-            noted = torch.stack([torch.where(finite, norm, 0.0), finite.double()])
-            before = self._norms.get(message_id.boundary)
-            self._norms[message_id.boundary] = noted if before is None else before + noted
-
         for end in source.ends:
-            if end.sends and end.channel.direction == BACKWARD:
-                end.watch = watch
+            if end.sends and end.channel.direction == BACKWARD and self not in end.observers:
+                end.observers.append(self)
+
+    def before(self, message: SeenMessage) -> None:
+        message_id = message.message_id
+        if not message_id.training or message_id.step < self._config.warmup_steps:
+            return
+        floats = [tensor for tensor in message.tensors if tensor.dtype.is_floating_point]
+        norms = [torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32) for tensor in floats]
+        norm = torch.linalg.vector_norm(torch.stack(norms)).double() / message.channel.boundary.loss_scale
+        finite = norm.isfinite()
+        found = torch.stack([torch.where(finite, norm, 0.0), finite.double()])
+        known = self._norms.get(message_id.boundary)
+        self._norms[message_id.boundary] = found if known is None else known + found
 
     def state(self) -> dict[str, list[float]]:
         """Return the norms since the last decision, for a checkpoint; wait for the device."""
@@ -158,7 +156,7 @@ class PolicyController:
             )
         lengths = {key: len(ladder) for key, ladder in self._ladders.items()}
         self._decisions = Decisions(self._policy, lengths if config.has_policy else {})
-        self._signals = Signals(boundaries, device, all_gather)
+        self._signals = Signals(config, boundaries, device, all_gather)
 
     @property
     def rungs(self) -> dict[ChannelKey, int]:
@@ -172,7 +170,7 @@ class PolicyController:
         if not self._config.has_policy:
             return {}
         if self._policy.norms:
-            self._signals.note_norms(source)
+            self._signals.observe(source)
         else:
             self._decide(engine)
         return self._boundaries(self.rungs)

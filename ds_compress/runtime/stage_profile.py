@@ -21,6 +21,7 @@ from ds_compress.config import DIRECTIONS
 from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
 from ds_compress.message.clock import clock_for
 from ds_compress.message.meters import ReceivingMeter, SendingMeter
+from ds_compress.message.observer import observing
 from ds_compress.planning.depth import MemoryBudget
 from ds_compress.planning.step_time import LinkSpeed, MessageCost, Workload
 from ds_compress.runtime.interface import StageView
@@ -65,23 +66,20 @@ class StageProfiler:
     def batch(self, memory: bool = True) -> Iterator[None]:
         """Measure a training batch; `memory`: whether to measure the memory of its micro-batches too."""
         ends = self._stage.ends
-        own = [end for end in ends if end.meter is None]
-        for end in own:
-            if isinstance(end, SendingEnd):
-                end.meter = SendingMeter(self._clock, compared=())
-            else:
-                end.meter = ReceivingMeter(self._clock)
+        meters: list[SendingMeter | ReceivingMeter] = [
+            SendingMeter(self._clock, compared=())
+            if isinstance(end, SendingEnd)
+            else ReceivingMeter(self._clock)
+            for end in ends
+        ]
         before = {id(end): (end.channel.sent.messages, end.channel.sent.wire_bytes) for end in ends}
         self._memory_use = [in_use(self._device)] if memory else None
-        try:
+        with observing([*zip(ends, meters)]):
             yield
             if "backward" in self._passes:
                 self._step_marks.append((self._passes["backward"][-1][1], self._clock.mark()))
-            for end in ends:
-                self._record(end, *before[id(end)])
-        finally:
-            for end in own:
-                end.meter = None
+            for end, meter in zip(ends, meters):
+                self._record(end, meter, *before[id(end)])
 
     @contextmanager
     def timed(self, name: str, buffer_id: int) -> Iterator[None]:
@@ -106,10 +104,14 @@ class StageProfiler:
         tensors = [each for item in given for each in (item if isinstance(item, (tuple, list)) else [item])]
         return sum(tensor.nbytes for tensor in tensors if torch.is_tensor(tensor))
 
-    def _record(self, end: SendingEnd | ReceivingEnd, messages: int, wire_bytes: int) -> None:
-        direction, meter = end.channel.direction, end.meter
-        assert meter is not None
-        values = meter.values()
+    def _record(
+        self,
+        end: SendingEnd | ReceivingEnd,
+        meter: SendingMeter | ReceivingMeter,
+        messages: int,
+        wire_bytes: int,
+    ) -> None:
+        direction, values = end.channel.direction, meter.values()
         if isinstance(end, SendingEnd):
             count = end.channel.sent.messages - messages
             self._bytes[direction] = (end.channel.sent.wire_bytes - wire_bytes) / max(1, count)

@@ -16,15 +16,12 @@ from ds_compress.message.channel import Boundary, Channel
 from ds_compress.message.dependence import DependencyTracker
 from ds_compress.message.gradient_error import AVERAGED, GradientError
 from ds_compress.message.meters import largest
+from ds_compress.message.observer import Observer, SeenMessage
 from ds_compress.monitor.limits import MessageQuality
 from ds_compress.monitor.lines import violation_note
 from ds_compress.monitor.metrics import residual_values
-from ds_compress.runtime.interface import Watch
 
 logger = logging.getLogger("ds_compress")
-
-Pairs = Sequence[tuple[Tensor, Tensor]]
-"""Compressed tensors of a message, and what arrived."""
 
 
 @dataclass
@@ -32,9 +29,7 @@ class SimulatedEnd:
     """The sending end of a channel."""
 
     channel: Channel
-    watch: Watch | None = None
-    """Called with each message before it is encoded."""
-
+    observers: list[Observer]
     sends = True
 
 
@@ -62,8 +57,11 @@ class SimulatedBoundary(nn.Module):
         self.sending = self.upstream.forward, self.downstream.backward
         self.micro_batches = micro_batches
         self.errors = {direction: MeanError() for direction in DIRECTIONS}
-        self.ends = {channel.direction: SimulatedEnd(channel) for channel in self.sending}
         self.limits = {direction: LimitCheck() for direction in DIRECTIONS}
+        self.ends = {
+            each.direction: SimulatedEnd(each, [self.errors[each.direction], self.limits[each.direction]])
+            for each in self.sending
+        }
         self._tracking = tracking
         self.trained = 0  # micro-batches so far
         self._evaluated = 0
@@ -126,22 +124,29 @@ class SimulatedBoundary(nn.Module):
         self, source: Channel, target: Channel, tensors: Sequence[Tensor], message_id: MessageId
     ) -> list[Tensor]:
         """Send `tensors`, and return them as they arrive."""
-        watch = self.ends[source.direction].watch
-        if watch is not None:
-            watch(source, tensors, message_id)
-        packet, extra, message = source.encode(tensors, message_id)
+        message = SeenMessage(source, message_id, tensors)
+        for observer in self.ends[source.direction].observers:
+            observer.before(message)
+        message.encoded = encoded = source.encode(tensors, message_id)
         arrived = target.decode(
-            packet, target.layout_of(tensors, message_id), message_id, lambda nbytes: extra
+            encoded.packet, target.layout_of(tensors, message_id), message_id, lambda nbytes: encoded.extra
         )
-        pairs = [(x, y) for x, y, codec in zip(tensors, arrived, message.codecs) if codec is not None]
-        if message_id.training and pairs:
-            self.errors[source.direction].add(pairs)
-            if self.config.block.guard.is_due(message_id.step + 1 - self.config.warmup_steps):
-                self.limits[source.direction].add(pairs, source.direction, message_id.micro_batch)
+        message.decoded = arrived
+        for observer in self.ends[source.direction].observers:
+            observer.after(message)
         return arrived
 
 
-class MeanError:
+def _compressed(message: SeenMessage) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the compressed tensors of a message of training, and what arrived; nothing of an evaluation."""
+    assert message.encoded is not None and message.decoded is not None
+    if not message.message_id.training:
+        return [], []
+    layout = message.encoded.layout
+    return layout.compressed_of(message.tensors), layout.compressed_of(message.decoded)
+
+
+class MeanError(Observer):
     """Relative and token error of the compressed tensors of a message, averaged over messages."""
 
     def __init__(self) -> None:
@@ -149,10 +154,11 @@ class MeanError:
         # on the device of the messages after the first: adding does not wait
         self._total: Tensor = torch.zeros((), dtype=torch.float64, device="cpu")
 
-    def add(self, pairs: Pairs) -> None:
-        """Add a message."""
-        self._total = self._total + compare(*zip(*pairs))
-        self._messages += 1
+    def after(self, message: SeenMessage) -> None:
+        sent, arrived = _compressed(message)
+        if sent:
+            self._total = self._total + compare(sent, arrived)
+            self._messages += 1
 
     @property
     def value(self) -> MessageError:
@@ -160,7 +166,7 @@ class MeanError:
         return MessageError(*(self._total / self._messages).tolist()) if self._messages else UNKNOWN
 
 
-class LimitCheck:
+class LimitCheck(Observer):
     """Messages of one direction against the limits of the guard, in the steps that it checks."""
 
     def __init__(self) -> None:
@@ -171,13 +177,15 @@ class LimitCheck:
         self._before: dict[str, float] = {}  # values of the check before
         self._warned: set[tuple[str, str]] = set()  # (codec, limit)
 
-    def add(self, pairs: Pairs, direction: str, micro_batch: int) -> None:
-        """Take note of a message of the step."""
-        sent, arrived = zip(*pairs)
+    def after(self, message: SeenMessage) -> None:
+        config, (sent, arrived) = message.channel.boundary.config, _compressed(message)
+        step, micro_batch = message.message_id.step + 1, message.message_id.micro_batch
+        if not sent or not config.block.guard.is_due(step - config.warmup_steps):
+            return
         self._largest.append(largest(sent))
         if micro_batch == 0:
             self._comparison = compare(sent, arrived)
-        if direction == "backward" and micro_batch < AVERAGED:
+        if message.channel.direction == "backward" and micro_batch < AVERAGED:
             self._gradients.add(sent, arrived)
 
     @property

@@ -8,6 +8,7 @@ import torch
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.config import Config
 from ds_compress.message.channel import Boundary, Channel
+from ds_compress.message.channel_end import SendingEnd
 from ds_compress.message.clock import HostClock
 from ds_compress.message.gradient_error import AVERAGED, GradientError, estimate_gradient_error
 from ds_compress.message.meters import SendingMeter
@@ -15,17 +16,28 @@ from ds_compress.monitor import lines
 from ds_compress.monitor.limits import MessageQuality
 from ds_compress.monitor.metrics import residual_values
 from ds_compress.testing import relative_error
+from ds_compress.transport.p2p import Sender
+from ds_compress.transport.streams import CodecStream
 from tests.support.codecs import FIRST_ROW, first_row_codec, message_with_sink
 
 
-class HeldSender:
+class HeldSender(Sender):
     """A link that goes nowhere."""
+
+    def __init__(self):
+        super().__init__(0, torch.device("cpu"))
 
     def memory(self, nbytes):
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     def send(self, packet):
         pass
+
+
+def transmit(channel, meter, message_id, x):
+    SendingEnd(channel, HeldSender(), HeldSender(), CodecStream(), observers=[meter]).transmit(
+        [x], message_id
+    )
 
 
 @pytest.mark.parametrize("bad, share", [(math.inf, 0.5), (math.nan, 0.5), (1.0, 0.0)])
@@ -38,8 +50,7 @@ def test_messages_that_are_not_finite_are_counted(bad, share):
         meter = SendingMeter(HostClock(), {compared})
         for micro_batch, x in enumerate(messages):
             message_id = boundary.forward.message_id(0, micro_batch)
-            encoded = meter.encode(boundary.forward, [x], message_id, HeldSender().memory)
-            meter.send(HeldSender(), encoded.packet)
+            transmit(boundary.forward, meter, message_id, x)
         values = meter.values()
         assert values["nonfinite_share"] == share
         if compared == 1 and share:
@@ -57,8 +68,7 @@ def gradient_error(steps):
         for micro_batch in range(4):
             message_id = boundary.backward.message_id(step, micro_batch)
             x = 0.1 + torch.randn(32, 16, generator=torch.Generator().manual_seed(micro_batch))
-            encoded = meter.encode(boundary.backward, [x], message_id, HeldSender().memory)
-            meter.send(HeldSender(), encoded.packet)
+            transmit(boundary.backward, meter, message_id, x)
     return meter.values()["gradient_error"]
 
 
@@ -75,8 +85,7 @@ def test_a_sink_hides_no_other_token():
         meter = SendingMeter(HostClock(), {0})
         message_id = boundary.forward.message_id(0, 0)
         x = message_with_sink()
-        encoded = meter.encode(boundary.forward, [x], message_id, HeldSender().memory)
-        meter.send(HeldSender(), encoded.packet)
+        transmit(boundary.forward, meter, message_id, x)
         values = meter.values()
     assert values["relative_error"] < 0.03 and values["token_error"] > 0.99
     assert values["message_norm"] == pytest.approx(x.double().norm().item())
