@@ -21,7 +21,7 @@ SOURCES = sorted(
 LONGEST = 500  # lines of a file; more are a warning
 
 # A package, or a module at the top, may import from those before it. The runtime watches through views of
-# the engine (runtime/interface.py), which owns its parts
+# the engine (message/part.py), which owns its parts
 PACKAGES = [
     "version",
     "errors",

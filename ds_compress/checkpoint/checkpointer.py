@@ -46,7 +46,7 @@ from ds_compress.checkpoint.search import (
     Rank,
     Side,
     Verdict,
-    load,
+    load_side,
     saved_depth,
     saved_gradients,
     saved_settings,
@@ -67,151 +67,151 @@ def state_of(sides: Iterable[Side]) -> dict[str, Tensor]:
     }
 
 
-class Checkpointer:
-    """Saves and loads the state of a rank's channels together with DeepSpeed's checkpoints."""
+def _rank_in_job(engine: Any) -> Rank:
+    """Return the stage, replica and tensor-parallel index of this rank."""
+    grid = engine.grid
+    return Rank(engine.stage_id, grid.get_data_parallel_id(), grid.get_slice_parallel_rank())
 
-    def __init__(self, session: Any):
-        """Save and load the state of a `Session` (engine/session.py)."""
-        self._session = session
 
-    def _rank_in_job(self) -> Rank:
-        """Return the stage, replica and tensor-parallel index of this rank."""
-        engine = self._session.engine
-        grid = engine.grid
-        return Rank(engine.stage_id, grid.get_data_parallel_id(), grid.get_slice_parallel_rank())
+def _state(session: Any) -> dict[str, Tensor]:
+    """Return all that this rank has to save, by key in the file."""
+    replicas = session.replicas
+    saved = replicas.saved() if replicas is not None else {}
+    return state_of(session.sides()) | {
+        f"{GRADIENTS}/{number}/{name}": value
+        for number, memory in saved.items()
+        for name, value in memory.items()
+    }
 
-    def _state(self) -> dict[str, Tensor]:
-        """Return all that this rank has to save, by key in the file."""
-        replicas = self._session.replicas
-        saved = replicas.saved() if replicas is not None else {}
-        return state_of(self._session.sides()) | {
-            f"{GRADIENTS}/{number}/{name}": value
-            for number, memory in saved.items()
-            for name, value in memory.items()
-        }
 
-    def _smallest(self, *values: int) -> list[int]:
-        """Return the smallest of each of `values` over all ranks."""
-        everywhere = torch.tensor(values, dtype=torch.int64, device=self._session.engine.device)
-        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
-        return everywhere.tolist()
+def _smallest(device: torch.device, *values: int) -> list[int]:
+    """Return the smallest of each of `values` over all ranks."""
+    everywhere = torch.tensor(values, dtype=torch.int64, device=device)
+    dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+    return everywhere.tolist()
 
-    def _first_with(self, failure: bool) -> int | None:
-        """Return the first rank that has a failure, None if there is none; every rank calls it."""
-        (rank,) = self._smallest(dist.get_rank() if failure else dist.get_world_size())
-        return rank if rank < dist.get_world_size() else None
 
-    def save(self, root: Path, tag: str) -> None:
-        """Write this rank's state beside DeepSpeed's checkpoint `tag` below `root`; every rank calls it.
+def _first_with(device: torch.device, failure: bool) -> int | None:
+    """Return the first rank that has a failure, None if there is none; every rank calls it."""
+    (rank,) = _smallest(device, dist.get_rank() if failure else dist.get_world_size())
+    return rank if rank < dist.get_world_size() else None
 
-        Raises:
-            CompressionError: on every rank, if any rank could not write its file.
-        """
-        session, engine = self._session, self._session.engine
-        sides, path = session.sides(), self._rank_in_job().path(Path(root, tag))
-        settings = {side.key: side.settings for side in sides}
-        if session.replicas is not None:
-            settings[GRADIENTS] = session.replicas.settings
-        failure = ""
-        try:
-            write(
-                path,
-                self._state(),
-                version=__version__,
-                step=engine.global_steps,
-                settings=settings,
-                schedule=(session.depth.now, engine.num_stages, engine.micro_batches),
-                course=session.changed_settings(),
-                noted=session.own_measurements(),
-            )
-        except (OSError, SafetensorError) as error:
-            failure = f"{path} cannot be written: {error}"
-        # else the others would wait for this rank in DeepSpeed's next barrier; DeepSpeed has not written
-        # "latest" yet, so that file still names the previous checkpoint
-        first = self._first_with(bool(failure))
-        if first is not None:
-            failure = failure or f"rank {first} could not write its part"
-            raise CompressionError(f"ds_compress: checkpoint {tag} is not complete: {failure}")
 
-    def _load_depth(self, root: Path, tag: str, rank: Rank, restore: bool) -> None:
-        """Restore the saved depth if all ranks find the same, else depth 1.
+def save(session: Any, root: Path, tag: str) -> None:
+    """Write this rank's state beside DeepSpeed's checkpoint `tag` below `root`; every rank calls it.
 
-        The depth is measured again afterwards, because links or memory may have changed.
-        """
-        session, engine = self._session, self._session.engine
-        place = engine.global_steps, engine.num_stages, engine.micro_batches
-        depth = saved_depth(root, tag, rank, *place) if restore else 0
-        least, most = self._smallest(depth, -depth)
-        session.depth.set(session.stage, depth if least == -most and depth > 0 else 1)
+    Raises:
+        CompressionError: on every rank, if any rank could not write its file.
+    """
+    engine = session.engine
+    sides, path = session.sides(), _rank_in_job(engine).path(Path(root, tag))
+    settings = {side.key: side.settings for side in sides}
+    if session.replicas is not None:
+        settings[GRADIENTS] = session.replicas.settings
+    failure = ""
+    try:
+        write(
+            path,
+            _state(session),
+            version=__version__,
+            step=engine.global_steps,
+            settings=settings,
+            schedule=(session.depth.now, engine.num_stages, engine.micro_batches),
+            course=session.changed_settings(),
+            noted=session.own_measurements(),
+        )
+    except (OSError, SafetensorError) as error:
+        failure = f"{path} cannot be written: {error}"
+    # else the others would wait for this rank in DeepSpeed's next barrier; DeepSpeed has not written
+    # "latest" yet, so that file still names the previous checkpoint
+    first = _first_with(engine.device, bool(failure))
+    if first is not None:
+        failure = failure or f"rank {first} could not write its part"
+        raise CompressionError(f"ds_compress: checkpoint {tag} is not complete: {failure}")
 
-    def _load_replicas(self, root: Path, tag: str, rank: Rank, restore: bool) -> None:
-        """Restore the state between replicas if every rank finds its own, else none."""
-        replicas, step = self._session.replicas, self._session.engine.global_steps
-        if replicas is None:
-            return
-        found, why = saved_gradients(root, tag, rank, step, replicas) if restore else (None, "")
-        missing = self._first_with(found is None)
-        replicas.load({} if missing is not None or found is None else found)
-        if restore and missing == dist.get_rank():
-            log.warning("ds_compress: %s: %s: %s", Path(root, tag), replicas.restarts, why)
 
-    def _load_changed_settings(self, root: Path, tag: str, rank: Rank) -> None:
-        """Restore the settings that had changed during training, if all ranks find the same."""
-        step = self._session.engine.global_steps
-        changed_settings, own_measurements = saved_settings(root, tag, rank, step)
-        text = json.dumps(changed_settings, sort_keys=True).encode()
-        number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
-        had = bool(changed_settings.get("adopted"))
-        least, most, lost = self._smallest(number, -number, -had)
-        alike = least == -most
-        resumed, failure = False, ""
-        try:
-            resumed = self._session.resume(changed_settings if alike else {}, own_measurements)
-        except Exception as error:  # equal on all ranks, but not valid: all ranks start again from the block
-            failure = in_one_line(error)
-        failed = self._first_with(bool(failure))
-        if failed is not None:
-            self._session.resume({}, {})
-        elif not resumed and lost:
-            failed = 0
-            failure = "the block or the number of stages differs from the saved run, or a file cannot be read"
-        if failed == dist.get_rank():
-            log.warning(
-                "ds_compress: %s: settings that changed during training start again from the block: %s",
-                Path(root, tag),
-                failure,
-            )
+def _load_depth(session: Any, root: Path, tag: str, rank: Rank, restore: bool) -> None:
+    """Restore the saved depth if all ranks find the same, else depth 1.
 
-    def load(self, root: Path, tag: str, restore: bool) -> None:
-        """Load this rank's state from beside DeepSpeed's checkpoint `tag` below `root`; every rank calls it.
+    The depth is measured again afterwards, because links or memory may have changed.
+    """
+    engine = session.engine
+    place = engine.global_steps, engine.num_stages, engine.micro_batches
+    depth = saved_depth(root, tag, rank, *place) if restore else 0
+    least, most = _smallest(engine.device, depth, -depth)
+    session.depth.set(session.stage, depth if least == -most and depth > 0 else 1)
 
-        Args:
-            restore: False if only the weights were loaded; all state then starts from zero.
-        """
-        session, engine = self._session, self._session.engine
-        rank, sides = self._rank_in_job(), session.sides()
-        if restore:
-            self._load_changed_settings(root, tag, rank)
-        found = [
-            load(root, tag, rank, side, engine.global_steps) if restore else Found(ABSENT) for side in sides
-        ]
-        rows = torch.full((MOST_SIDES, Verdict.WIDTH), -1, dtype=torch.int64, device="cpu")
-        for row, side, its in zip(rows, sides, found):
-            row.copy_(Verdict.row((side.layer, rank.replica, rank.tensor_parallel), side, its))
-        rows = rows.to(engine.device)
-        everywhere = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-        dist.all_gather(everywhere, rows)
-        verdict = Verdict(row for each in everywhere for row in each.tolist())
-        for side, its in zip(sides, found):
-            restored = verdict.status[side.layer, rank.replica] == RESTORED
-            memories = its.memories if restored else {}
-            session.stage.on_codec_stream(
-                side.boundary, functools.partial(side.boundary.restore, memories, engine.device)
-            )
-        self._load_replicas(root, tag, rank, restore)
-        if session.depth.auto:
-            self._load_depth(root, tag, rank, restore)
-        session.depth.measure_again()
-        report = verdict.report(Path(root, tag))
-        if restore and report and dist.get_rank() == 0:
-            log.warning(report)
+
+def _load_replicas(session: Any, root: Path, tag: str, rank: Rank, restore: bool) -> None:
+    """Restore the state between replicas if every rank finds its own, else none."""
+    engine, replicas = session.engine, session.replicas
+    if replicas is None:
+        return
+    found, why = saved_gradients(root, tag, rank, engine.global_steps, replicas) if restore else (None, "")
+    missing = _first_with(engine.device, found is None)
+    replicas.load({} if missing is not None or found is None else found)
+    if restore and missing == dist.get_rank():
+        log.warning("ds_compress: %s: %s: %s", Path(root, tag), replicas.restarts, why)
+
+
+def _load_changed_settings(session: Any, root: Path, tag: str, rank: Rank) -> None:
+    """Restore the settings that had changed during training, if all ranks find the same."""
+    engine = session.engine
+    changed_settings, own_measurements = saved_settings(root, tag, rank, engine.global_steps)
+    text = json.dumps(changed_settings, sort_keys=True).encode()
+    number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
+    had = bool(changed_settings.get("adopted"))
+    least, most, lost = _smallest(engine.device, number, -number, -had)
+    alike = least == -most
+    resumed, failure = False, ""
+    try:
+        resumed = session.resume(changed_settings if alike else {}, own_measurements)
+    except Exception as error:  # equal on all ranks, but not valid: all ranks start again from the block
+        failure = in_one_line(error)
+    failed = _first_with(engine.device, bool(failure))
+    if failed is not None:
+        session.resume({}, {})
+    elif not resumed and lost:
+        failed = 0
+        failure = "the block or the number of stages differs from the saved run, or a file cannot be read"
+    if failed == dist.get_rank():
+        log.warning(
+            "ds_compress: %s: settings that changed during training start again from the block: %s",
+            Path(root, tag),
+            failure,
+        )
+
+
+def load(session: Any, root: Path, tag: str, restore: bool) -> None:
+    """Load this rank's state from beside DeepSpeed's checkpoint `tag` below `root`; every rank calls it.
+
+    Args:
+        restore: False if only the weights were loaded; all state then starts from zero.
+    """
+    engine = session.engine
+    rank, sides = _rank_in_job(engine), session.sides()
+    if restore:
+        _load_changed_settings(session, root, tag, rank)
+    found = [
+        load_side(root, tag, rank, side, engine.global_steps) if restore else Found(ABSENT) for side in sides
+    ]
+    rows = torch.full((MOST_SIDES, Verdict.WIDTH), -1, dtype=torch.int64, device="cpu")
+    for row, side, its in zip(rows, sides, found):
+        row.copy_(Verdict.row((side.layer, rank.replica, rank.tensor_parallel), side, its))
+    rows = rows.to(engine.device)
+    everywhere = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, rows)
+    verdict = Verdict(row for each in everywhere for row in each.tolist())
+    for side, its in zip(sides, found):
+        restored = verdict.status[side.layer, rank.replica] == RESTORED
+        memories = its.memories if restored else {}
+        session.stage.on_codec_stream(
+            side.boundary, functools.partial(side.boundary.restore, memories, engine.device)
+        )
+    _load_replicas(session, root, tag, rank, restore)
+    if session.depth.auto:
+        _load_depth(session, root, tag, rank, restore)
+    session.depth.measure_again()
+    report = verdict.report(Path(root, tag))
+    if restore and report and dist.get_rank() == 0:
+        log.warning(report)

@@ -86,7 +86,7 @@ class Found(NamedTuple):
     memories: dict[int, dict[str, Tensor]] = {}
 
 
-def load(root: Path, tag: str, rank: Rank, side: Side, step: int) -> Found:
+def load_side(root: Path, tag: str, rank: Rank, side: Side, step: int) -> Found:
     """Search the files of checkpoint `tag` for `side`; log why a file that it needs cannot be read."""
     result, why = Found(ABSENT if side.has_state else RESTORED), ""
     for path in rank.shards(Path(root, tag)):

@@ -70,7 +70,8 @@ USED = {
     ),
     "DualPipeVEngine": Used(
         overridden=("_queue_p2p", "_exec_commit_p2p"),
-        read=("_p2p_ops", "_upstream_stage", "_downstream_stage"),
+        read=("_upstream_stage", "_downstream_stage"),
+        optional=("_p2p_ops",),  # set after `attach`, which its base class calls
         releases=("0.19.8",),
     ),
     "PipelineModule": Used(

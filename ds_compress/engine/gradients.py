@@ -35,6 +35,7 @@ from ds_compress.engine.deepspeed import (
 from ds_compress.engine.optimizers import mix_in
 from ds_compress.engine.overlap import EarlyBuckets
 from ds_compress.message.gradient_error import AVERAGED
+from ds_compress.message.part import Part, Step
 from ds_compress.replicas.exchange import Replicas
 from ds_compress.replicas.factors import build_exchange, compressed_parameters
 from ds_compress.replicas.parameters import ParameterExchange, Range
@@ -54,7 +55,7 @@ class _GradientSpan(NamedTuple):
     number: int  # of the parameter
 
 
-class GradientTraffic:
+class GradientTraffic(Part):
     """Compresses the gradients between the replicas of an engine's stage."""
 
     restarts = "residuals of gradients between replicas start from zero"
@@ -206,7 +207,7 @@ class GradientTraffic:
             _split(part, owner, [span], found, [])
         return found
 
-    def begin_step(self) -> None:
+    def begin_step(self, step: Step) -> None:
         """Remember the residuals, if DeepSpeed may skip the step because gradients are not finite."""
         self._skipped = self._engine.skipped_steps
         self.is_partitioned = self._has_partitions and self._engine.global_steps >= self._warmup_steps
@@ -225,7 +226,7 @@ class GradientTraffic:
             factor = 1 / size if engine.gradient_average else 1.0
             self.early.begin_step(engine.micro_batches if sends else 0, factor, engine.global_steps)
 
-    def end_step(self) -> None:
+    def end_step(self, step: Step) -> None:
         """Take the residuals back if DeepSpeed has skipped the step: it has used none of the averages."""
         if self._before is not None and self._engine.skipped_steps > self._skipped:
             self.exchange.slices.restore(self._before)

@@ -17,6 +17,7 @@ import torch
 from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
+from ds_compress.checkpoint import checkpointer
 from ds_compress.engine.deepspeed import DEEPSPEED, is_deepspeeds
 from ds_compress.engine.intercept import receiving
 from ds_compress.engine.session import Session
@@ -140,17 +141,17 @@ class CompressedEngine(_Engine):
 
     def _save_checkpoint(self, save_dir: Any, tag: Any, *args: Any, **kwargs: Any) -> None:
         super()._save_checkpoint(save_dir, tag, *args, **kwargs)
-        self.ds_compress.checkpointer.save(Path(save_dir), str(tag))
+        checkpointer.save(self.ds_compress, Path(save_dir), str(tag))
 
     def _save_moe_checkpoint(self, save_dir: Any, tag: Any, *args: Any, **kwargs: Any) -> None:
         super()._save_moe_checkpoint(save_dir, tag, *args, **kwargs)
-        self.ds_compress.checkpointer.save(Path(save_dir), str(tag))
+        checkpointer.save(self.ds_compress, Path(save_dir), str(tag))
 
     def _load_checkpoint(self, load_dir: Any, tag: Any, *args: Any, **kwargs: Any) -> Any:
         path, client_state = super()._load_checkpoint(load_dir, tag, *args, **kwargs)
         if path is not None:
             restores = not kwargs.get("load_module_only")
-            self.ds_compress.checkpointer.load(Path(load_dir), str(tag), restores)
+            checkpointer.load(self.ds_compress, Path(load_dir), str(tag), restores)
         return path, client_state
 
     def allreduce_bucket(self, bucket: Any, dp_group: Any, dp_world_size: Any = None) -> Tensor:

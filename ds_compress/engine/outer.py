@@ -39,6 +39,7 @@ from ds_compress.engine.deepspeed import (
 from ds_compress.errors import CompressionError, in_one_line
 from ds_compress.feedback.state import residuals
 from ds_compress.message.layout import Counters
+from ds_compress.message.part import Part, Step
 from ds_compress.replicas.board import Position
 from ds_compress.replicas.outer_step import EXACT, MIN_DELTA_NUMEL, Anchor, DeltaCodec, DeltaPart
 from ds_compress.replicas.rounds import BEAT_S, ExchangeResult, Rounds, patience
@@ -67,7 +68,7 @@ class MasterWeight(NamedTuple):
     part: DeltaPart | None  # None: it stays exact
 
 
-class OuterTraffic:
+class OuterTraffic(Part):
     """The part of an engine that exchanges progress with other launches."""
 
     restarts = "outer steps begin again with the loaded weights"
@@ -129,7 +130,7 @@ class OuterTraffic:
             "members": self._members,
         }
 
-    def begin_step(self) -> None:
+    def begin_step(self, step: Step) -> None:
         """Meet the other replicas before the first step.
 
         Raises:
@@ -143,16 +144,15 @@ class OuterTraffic:
         if self._is_new:
             self._join()
 
-    def end_step(self) -> None:
+    def end_step(self, step: Step) -> None:
         """Every `every` steps start an exchange; apply its result `delay` steps later."""
         assert self._began is not None
-        step = self._engine.global_steps
-        if self._is_late or step - self._began in (self._options.delay, self.every):
+        if self._is_late or step.number - self._began in (self._options.delay, self.every):
             self.collect()
             self._apply()
-        if step - self._began < self.every:
+        if step.number - self._began < self.every:
             return
-        self._began = step
+        self._began = step.number
         if self._is_late:
             return
         self._check_trained()

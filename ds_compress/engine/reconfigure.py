@@ -14,6 +14,7 @@ from ds_compress.config.recipes import with_changes
 from ds_compress.engine.stage import Stage
 from ds_compress.engine.wiring import wire_extra_links
 from ds_compress.errors import CompressionError
+from ds_compress.message.part import Part
 
 WRITTEN = (*DIRECTIONS, "boundaries", "policy", "quality")
 """Keys of the block that have to be the same for a checkpoint's settings to go on."""
@@ -24,20 +25,20 @@ class Reconfigurator:
 
     def __init__(
         self,
-        engine: Any,
+        stages: int,
         stage: Stage,
         boundaries: int,
         check: Callable[[Config, int], object],
-        watching: Sequence[Any],
+        watching: Sequence[Part],
     ):
         """
         Args:
-            engine: DeepSpeed's.
+            stages: of the pipeline, each with a rank or more.
             boundaries: how many the pipeline has.
             check: raises CompressionError for settings that an engine of so many stages does not support.
             watching: parts that `follow` when settings have changed.
         """
-        self._engine = engine
+        self._stages = stages
         self._stage = stage
         self._check = check
         self._watching = watching
@@ -76,18 +77,18 @@ class Reconfigurator:
         return is_same
 
     def _adopt(self, adopted: dict[str, Any]) -> bool:
-        engine, stage, config = self._engine, self._stage, self._stage.config
+        stage, config = self._stage, self._stage.config
         if stage.in_schedule:
             raise CompressionError(
                 f"{KEY}: settings cannot change while a step runs; adopt between two steps"
             )
         other = config.changed({"boundaries": adopted})
-        self._check(other, engine.num_stages)
+        self._check(other, self._stages)
         other.prepare()
         config.adopted = adopted
         if not config.adopt(other):
             return False
-        wire_extra_links(stage, engine)
+        wire_extra_links(stage, self._stages)
         stage.adopt()
         for part in self._watching:
             part.follow()

@@ -18,7 +18,6 @@ from deepspeed import comm as dist
 from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
-from ds_compress.checkpoint.checkpointer import Checkpointer
 from ds_compress.checkpoint.search import Side
 from ds_compress.config import Config
 from ds_compress.engine.deepspeed import (
@@ -48,11 +47,11 @@ from ds_compress.engine.wiring import wire
 from ds_compress.message.channel import Boundary, Channel, Mode, evaluated
 from ds_compress.message.dependence import DependencyTracker
 from ds_compress.message.layout import as_list, tensors_in
+from ds_compress.message.part import Change, Part, Step
 from ds_compress.monitor.monitor import Monitor
 from ds_compress.runtime.auto import AutoController
 from ds_compress.runtime.depth import DepthController
 from ds_compress.runtime.guard import Guard
-from ds_compress.runtime.interface import Change
 from ds_compress.runtime.policy import PolicyController, ReplicaPolicy
 from ds_compress.runtime.replica_check import ReplicaCheck
 from ds_compress.runtime.stage_profile import all_gather
@@ -137,14 +136,16 @@ class Session:
             reports=engine.global_rank == 0,
             replicas=self.replicas.describe() if self.replicas else "",
         )
-        watching = self.guard, self.replica_check, self.monitor
-        self.reconfigurator = Reconfigurator(engine, self.stage, boundaries, self.check, watching)
         self.policy = PolicyController(config, boundaries, engine.device, all_gather)
         self.replica_policy = None
         if self.gradients is not None and config.replica_ladder:
             shared = engine.num_stages, engine.device, all_gather
             self.replica_policy = ReplicaPolicy(config, [self.gradients.exchange], *shared)
-        self.checkpointer = Checkpointer(self)
+        found = self.gradients, self.replica_check, self.monitor, self.depth, self.policy, self.replica_policy
+        self.parts: list[Part] = [part for part in (*found, self.outer) if part is not None]
+        """In the order in which their hooks are called."""
+        watching = self.guard, self.replica_check, self.monitor
+        self.reconfigurator = Reconfigurator(engine.num_stages, self.stage, boundaries, self.check, watching)
         self._start_policy()
 
     @staticmethod
@@ -196,15 +197,13 @@ class Session:
         """Wrap a `train_batch` of the engine: the guard checks some of them."""
         engine, guard = self.engine, self.guard
         with self.watchdog.watch("train_batch"):
-            guard.begin_step(engine.global_steps + 1, self.evaluated_at_least())
+            guard.begin_batch(engine.global_steps + 1, self.evaluated_at_least())
             yield
-            if self.outer is not None:
-                self.outer.end_step()
             if guard.compares_losses(engine.global_steps):
                 guard.check_limits(engine, self.monitor.message_quality())
             if guard.due:
                 guard.check_loss(engine, self._replay)
-            guard.end_step(getattr(engine, "agg_train_loss", None))
+            guard.end_batch(getattr(engine, "agg_train_loss", None))
 
     @contextmanager
     def evaluation(self, mode: Mode) -> Iterator[None]:
@@ -251,31 +250,16 @@ class Session:
         steps = steps_per_epoch(engine) if self.config.block.warmup_epochs else None
         if steps:
             self.config.count_epochs(steps, engine.global_steps)
-        if self.replicas is not None:
-            self.replicas.begin_step()
-        self.monitor.begin_step(
-            self.stage.ends,
-            step,
-            engine.micro_batches,
-            engine.monitor.enabled,
-            self.guard.compares_losses(step),
-        )
+        begun = Step(step, engine, self.stage, self.guard.compares_losses(step))
+        for part in self.parts:
+            part.begin_step(begun)
 
     def end_step(self) -> None:
         """Let the parts know that a training step is over, and do what they ask for; nothing is in flight."""
-        engine, stage = self.engine, self.stage
-        if self.gradients is not None:
-            self.gradients.end_step()
-        self.replica_check.end_step(engine.global_steps)
         values = self.replicas.values if self.replicas is not None else None
-        self.monitor.end_step(stage.ends, engine.global_steps, engine.global_samples, engine.monitor, values)
-        self._put_in_force(self.depth.end_step(engine, stage))
-        self._put_in_force(self.policy.end_step(engine))
-        if self.replica_policy is not None:
-            lr = list(map(float, engine.get_lr()))
-            line = self.replica_policy.end_step(engine.global_steps, lr)
-            if line and engine.global_rank == 0:
-                print(line, flush=True)
+        done = Step(self.engine.global_steps, self.engine, self.stage, values=values)
+        for part in self.parts:
+            self._put_in_force(part.end_step(done))
 
     def reconfigure(self, boundaries: Mapping[str, Any]) -> bool:
         """Let boundaries have other settings from the next step on (`Reconfigurator.change`)."""
@@ -491,7 +475,7 @@ class Session:
 
     def _put_in_force(self, change: Change | None) -> None:
         if change is not None:
-            differs = self.reconfigure(change.boundaries)
+            differs = bool(change.boundaries) and self.reconfigure(change.boundaries)
             if self.engine.global_rank == 0:
                 change.report(differs)
 

@@ -62,16 +62,16 @@ def wire(stage: Stage, engine: Any, depth: int) -> None:
             stage.connect(instruction, channel, links, codec_stream)
 
 
-def wire_extra_links(stage: Stage, engine: Any) -> None:
+def wire_extra_links(stage: Stage, stages: int) -> None:
     """Give extra packets groups of their own where codecs send them that did not when the stage was wired;
-    every rank of the job calls it.
+    every rank of the job calls it. `stages`: of the pipeline.
     """
     config = stage.config
     if config.block.link.mode != "eager":
         return
     missing = [d for d in DIRECTIONS if config.has_extra_payload(d) and d not in stage.extra_groups]
     uses = [f"{direction}{EXTRA}" for direction in missing]
-    groups = channel_groups(engine.num_stages - 1, uses, config.block.link.timeout_s)
+    groups = channel_groups(stages - 1, uses, config.block.link.timeout_s)
     stage.groups += groups.values()
     stage.extra_groups.update(missing)
     for end in stage.ends:

@@ -17,6 +17,7 @@ from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
 from ds_compress.message.clock import clock_for
 from ds_compress.message.gradient_error import AVERAGED, GradientError
 from ds_compress.message.meters import ReceivingMeter, SendingMeter
+from ds_compress.message.part import Part, Step
 from ds_compress.monitor import lines
 from ds_compress.monitor.limits import LASTING, MessageQuality, finite
 from ds_compress.monitor.metrics import (
@@ -42,7 +43,7 @@ Events = list[tuple[str, float, int]]
 logger = logging.getLogger("ds_compress")
 
 
-class Monitor:
+class Monitor(Part):
     """Prints the active settings, writes metrics every N steps, and prints a summary at the end.
 
     Only steps that will be written are measured; all stages know beforehand which ones. Monitoring never
@@ -111,21 +112,15 @@ class Monitor:
         self._gradient_errors.clear()
         self._sizes_pending = True
 
-    def begin_step(
-        self, ends: Sequence[End], step: int, micro_batches: int, watched: bool, judged: bool = False
-    ) -> None:
-        """Prepare the training step with number `step`, counted from 1.
-
-        Args:
-            watched: whether DeepSpeed's monitor has a sink.
-            judged: whether the guard checks this step.
-        """
-        self._started, self._first = self._started or time.perf_counter(), self._first or step
+    def begin_step(self, step: Step) -> None:
+        """Prepare to measure a training step, if it is due."""
+        sinks, judged = step.engine.monitor, step.is_judged
+        self._started, self._first = self._started or time.perf_counter(), self._first or step.number
         every = self.config.block.monitor.every
-        counted = every > 0 and step % every == 0
-        summed = counted or judged or lines.is_early(step - self._first + 1, every)
+        counted = every > 0 and step.number % every == 0
+        summed = counted or judged or lines.is_early(step.number - self._first + 1, every)
         self._due = summed and not self._off
-        self._writes = counted and watched
+        self._writes = counted and sinks.enabled
         self._take_meters()  # left by an interrupted step
         self._measures = self._due and (self._writes or judged)
         if not self._measures:
@@ -134,35 +129,24 @@ class Monitor:
             if judged and self.config.block.guard.action != "warn":
                 self._gradient_errors.clear()  # a resumed run decides by the same messages
             # each micro-batch in turn, and after a resume the same ones
-            turn = step // every - 1 if counted else step // self.config.block.guard.every
-            one, several = {turn % micro_batches}, range(AVERAGED)
-            for end in ends:
+            number = step.number
+            turn = number // every - 1 if counted else number // self.config.block.guard.every
+            one, several = {turn % step.engine.micro_batches}, range(AVERAGED)
+            for end in step.stage.ends:
                 if isinstance(end, SendingEnd):
                     gradients = None
                     if end.channel.direction == "backward":
-                        number = end.channel.boundary.number
-                        gradients = self._gradient_errors.setdefault(number, GradientError())
+                        boundary = end.channel.boundary.number
+                        gradients = self._gradient_errors.setdefault(boundary, GradientError())
                     compared = several if judged and gradients is not None else one
                     self._attach(end, SendingMeter(self._clock, compared, gradients))
                 else:
                     self._attach(end, ReceivingMeter(self._clock))
             self._began = self._clock.mark()
 
-    def end_step(
-        self,
-        ends: Sequence[End],
-        step: int,
-        samples: int,
-        sinks: Any,
-        gradients: Callable[[], Mapping[str, float]] | None = None,
-    ) -> None:
-        """Collect, reduce and report the values of a training step; all stages call it.
-
-        Args:
-            gradients: gives this stage's values of `REPLICAS`; None where no gradients are compressed.
-            samples: number of samples that all replicas have seen, the x-axis of DeepSpeed's own events.
-            sinks: DeepSpeed's monitor.
-        """
+    def end_step(self, step: Step) -> None:
+        """Collect, reduce and report the values of a training step; all stages call it."""
+        ends, sinks = step.stage.ends, step.engine.monitor
         if self._off or (self._announced and not self._due):
             return
         first, self._announced = not self._announced, True
@@ -170,7 +154,7 @@ class Monitor:
             with self._guarded():  # how each message that this rank sends is compressed
                 sent = [(end.channel, end.channel.sent.latest) for end in ends if end.sends]
                 self._notes.leave({c.place: layout.describe(c.codec) for c, layout in sent if layout})
-        step_ms = self._collect(ends, gradients)
+        step_ms = self._collect(ends, step.values)
         self._table.add_up(self._total)
         statuses = self._table.statuses
         if self._is_measured:
@@ -193,14 +177,14 @@ class Monitor:
                     record_settings(KEY, self.config.settings)
                     for note in lines.size_notes(self.config, channels):
                         logger.warning(note)
-                self._gathered, self._steps, self._ended = channels, step, time.perf_counter()
+                self._gathered, self._steps, self._ended = channels, step.number, time.perf_counter()
                 self._gradients = self._table.gradients
                 if self._is_measured:
                     self._warn()
                     if self._writes:
                         complete(channels, self._written, self._table.stamps, step_ms)
                         self._written = channels
-                        sinks.write_events(self._events(channels, step_ms, samples))
+                        sinks.write_events(self._events(channels, step_ms, step.engine.global_samples))
             if self._failure:
                 self._log_failure()
 

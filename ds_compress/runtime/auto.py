@@ -18,6 +18,7 @@ from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.config.recipes import LIMITS, with_changes
 from ds_compress.message.clock import HostClock, clock_for
 from ds_compress.message.observer import Observer, SeenMessage, observing
+from ds_compress.message.part import Change, Engine, StageView
 from ds_compress.planning.balance import balance_layers, is_uneven
 from ds_compress.planning.choice import (
     Candidate,
@@ -41,7 +42,6 @@ from ds_compress.planning.evaluate import (
 from ds_compress.planning.schedule import is_deepspeed_schedule
 from ds_compress.planning.step_time import Workload
 from ds_compress.runtime.depth import MEASURED, DepthController
-from ds_compress.runtime.interface import Change, StageView
 from ds_compress.runtime.stage_profile import (
     ClusterProfile,
     Row,
@@ -121,7 +121,7 @@ class AutoController(DepthController):
         """Return whether settings are still to be chosen; later checkpoints contain them."""
         return not self._given_up and not self._config.adopted
 
-    def _measures(self, engine: Any, pipe_schedule: Any) -> bool:
+    def _measures(self, engine: Engine, pipe_schedule: Any) -> bool:
         if not self._is_open:
             return super()._measures(engine, pipe_schedule)
         if is_deepspeed_schedule(pipe_schedule):
@@ -129,12 +129,12 @@ class AutoController(DepthController):
         self._give_up(engine, f"the time of a step of {type(pipe_schedule).__name__} cannot be predicted")
         return False
 
-    def _give_up(self, engine: Any, why: str) -> None:
+    def _give_up(self, engine: Engine, why: str) -> None:
         self._given_up = True
         if engine.global_rank == 0:
             print(f"ds_compress: recipe auto: messages stay uncompressed: {why}", flush=True)
 
-    def _last_measured(self, engine: Any) -> int:
+    def _last_measured(self, engine: Engine) -> int:
         usual = super()._last_measured(engine)
         if not self._is_open:
             return usual
@@ -142,12 +142,12 @@ class AutoController(DepthController):
         least = MEASURED[0] if self._tries == 1 else usual
         return max(least, max(usual, self._config.warmup_steps) - engine.global_steps)
 
-    def _watching(self, engine: Any, stage: StageView) -> AbstractContextManager[None]:
+    def _watching(self, engine: Engine, stage: StageView) -> AbstractContextManager[None]:
         copies = self._is_open and self._batches == self._last
         copier = MessageCopies(self._messages)
         return observing([(end, copier) for end in stage.ends if copies])
 
-    def _choose(self, engine: Any, stage: StageView, row: Row) -> Change | None:
+    def _choose(self, engine: Engine, stage: StageView, row: Row) -> Change | None:
         if not self._is_open:
             return super()._choose(engine, stage, row)
         clock = clock_for(engine.device)

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from ds_compress.config.block import LinkOptions
+from ds_compress.message.part import Change, Engine, Part, StageView, Step
 from ds_compress.planning.depth import DepthChoice, choose_depth
 from ds_compress.planning.schedule import DepthSchedule, is_deepspeed_schedule
 from ds_compress.planning.step_time import TransferPlan
-from ds_compress.runtime.interface import Change, StageView
 from ds_compress.runtime.stage_profile import Row, StageProfiler, gather, profile_cluster, slowest_link
 from ds_compress.transport.staging import receives_hold_device
 
@@ -25,7 +25,7 @@ MEASURED = (2, 3)
 """Batches, counted from 1."""
 
 
-class DepthController:
+class DepthController(Part):
     """The depth of the schedules and of the links of one engine."""
 
     def __init__(self, link: LinkOptions):
@@ -37,14 +37,14 @@ class DepthController:
         self._profiler: StageProfiler | None = None
         self.profiler: StageProfiler | None = None  # of the batch in progress
 
-    def schedule(self, engine: Any, pipe_schedule: Any) -> Any:
+    def schedule(self, engine: Engine, pipe_schedule: Any) -> Any:
         """Return a deeper schedule in place of DeepSpeed's own, or `pipe_schedule` itself."""
         if self.now == 1 or not _is_ours(engine, pipe_schedule):
             return pipe_schedule
         place = pipe_schedule.micro_batches, pipe_schedule.stages, pipe_schedule.stage_id
         return DepthSchedule(*place, self.now)
 
-    def describe(self, engine: Any, pipe_schedule: Any) -> str:
+    def describe(self, engine: Engine, pipe_schedule: Any) -> str:
         """Return what the start-up line says about the depth, by the schedule that runs."""
         if not self.auto and self.now == 1:
             return ""
@@ -60,7 +60,7 @@ class DepthController:
         return ", depth auto has no effect on this schedule"
 
     @contextmanager
-    def measured(self, engine: Any, stage: StageView, pipe_schedule: Any) -> Iterator[None]:
+    def measured(self, engine: Engine, stage: StageView, pipe_schedule: Any) -> Iterator[None]:
         """Measure a batch of training if it is due; `pipe_schedule`: DeepSpeed's; entered on every rank."""
         if not self._measures(engine, pipe_schedule):
             yield
@@ -84,12 +84,12 @@ class DepthController:
         finally:
             self.profiler = None
 
-    def end_step(self, engine: Any, stage: StageView) -> Change | None:
-        """Choose the depth after the last measured batch; called on every rank."""
+    def end_step(self, step: Step) -> Change | None:
+        """Choose the depth after the last measured batch."""
         if self._profiler is None or self._batches != self._last:
             return None
         profiler, self._profiler = self._profiler, None
-        return self._choose(engine, stage, profiler.row())
+        return self._choose(step.engine, step.stage, profiler.row())
 
     def measure_again(self) -> None:
         """Measure again in the next batches; until then the depth stays as it is."""
@@ -102,19 +102,19 @@ class DepthController:
             end.link.set_depth(depth)
             end.extra_link.set_depth(depth)
 
-    def _measures(self, engine: Any, pipe_schedule: Any) -> bool:
+    def _measures(self, engine: Engine, pipe_schedule: Any) -> bool:
         """Return whether batches are measured."""
         return self.auto and not engine.dynamic_shape and _is_ours(engine, pipe_schedule)
 
-    def _last_measured(self, engine: Any) -> int:
+    def _last_measured(self, engine: Engine) -> int:
         """Return how many batches from now the last measured one is; the one before it is measured too."""
         return MEASURED[-1]
 
-    def _watching(self, engine: Any, stage: StageView) -> AbstractContextManager[None]:
+    def _watching(self, engine: Engine, stage: StageView) -> AbstractContextManager[None]:
         """Watch the messages of a measured batch."""
         return nullcontext()
 
-    def _choose(self, engine: Any, stage: StageView, row: Row) -> Change | None:
+    def _choose(self, engine: Engine, stage: StageView, row: Row) -> Change | None:
         rows = gather(row, engine.device)
         choice = decide(rows, engine.micro_batches, self.now, self._link.memory_gb, engine.device)
         self.set(stage, choice.depth if choice else 1)
@@ -123,7 +123,7 @@ class DepthController:
         return None
 
 
-def _is_ours(engine: Any, pipe_schedule: Any) -> bool:
+def _is_ours(engine: Engine, pipe_schedule: Any) -> bool:
     """Return whether a deeper schedule may replace it."""
     # A shape message waits until the next stage asks for it, and that stage's device may wait until this one
     # asks for a gradient (tests/transport/test_posting.py)

@@ -24,6 +24,7 @@ from ds_compress.config import DIRECTIONS, Config
 from ds_compress.config.policies import ChannelKey
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Mode
+from ds_compress.message.part import Part
 from ds_compress.monitor.limits import LOSSLESS, MessageQuality
 from ds_compress.monitor.metrics import LOSS_COST, label
 
@@ -39,7 +40,7 @@ Replay = Callable[[Mode, int], Sequence[Any]]
 logger = logging.getLogger("ds_compress")
 
 
-class Guard:
+class Guard(Part):
     """Decides when to compare losses, on which micro-batches, and what follows; on every rank."""
 
     def __init__(self, config: Config, rank: int, boundaries: int):
@@ -66,12 +67,12 @@ class Guard:
         plain = all(each.feedbacks["forward"].name == "none" for each in used)
         self._on = plain and any(is_lossy(each.forward) for each in used)
 
-    def begin_step(self, step: int, count: int = 1) -> None:
+    def begin_batch(self, step: int, count: int = 1) -> None:
         """Prepare for training step `step`, counted from 1; `count`: micro-batches to compare on."""
         self.due = self._on and not self._loads_itself and self.compares_losses(step)
         self.batches = deque(maxlen=count)
 
-    def end_step(self, loss: object) -> None:
+    def end_batch(self, loss: object) -> None:
         """Forget the micro-batches of the step; `loss`: its mean over all of them, the same on every rank."""
         self.due = False
         self.batches.clear()

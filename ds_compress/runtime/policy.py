@@ -22,8 +22,8 @@ from ds_compress.config.policies import ChannelKey, DecisionInput, Policy, Signa
 from ds_compress.config.policies.base import format_rung
 from ds_compress.errors import CompressionError, shown
 from ds_compress.message.observer import Observer, SeenMessage
+from ds_compress.message.part import Change, MessageSource, Part, Step, Trainer
 from ds_compress.replicas.exchange import Exchange
-from ds_compress.runtime.interface import Change, MessageSource, Trainer
 
 Gather = Callable[[Tensor], Sequence[Tensor]]
 """Gathers a tensor from all ranks, in their order."""
@@ -135,7 +135,7 @@ class Decisions:
         self.rungs, self._state = rungs, copy.deepcopy(state["state"])
 
 
-class PolicyController:
+class PolicyController(Part):
     """Choose the rung of each direction of a boundary by the policy, and resume it from checkpoints."""
 
     def __init__(self, config: Config, boundaries: int, device: Any, all_gather: Gather):
@@ -175,7 +175,10 @@ class PolicyController:
             self._decide(engine)
         return self._boundaries(self.rungs)
 
-    def end_step(self, engine: Trainer) -> Change | None:
+    def end_step(self, step: Step) -> Change | None:
+        return self.decide(step.engine)
+
+    def decide(self, engine: Trainer) -> Change | None:
         """Decide after a training step, with nothing in flight; called on every rank."""
         if not self._policy.due(self._compressed(engine)):
             return None
@@ -230,7 +233,7 @@ class PolicyController:
         return int(engine.global_steps) - self._config.warmup_steps
 
 
-class ReplicaPolicy:
+class ReplicaPolicy(Part):
     """Chooses the codec of gradients between the replicas of each stage, alike on all ranks."""
 
     def __init__(
@@ -260,13 +263,17 @@ class ReplicaPolicy:
             exchange.adds_up = config.replica_policy.norms
 
     def start(self, steps: int) -> None:
-        """Begin with the first rung, or with that of the step; called on every rank. Args: see `end_step`."""
+        """Begin with the first rung, or with that of the step; called on every rank. Args: see `decide`."""
         self._decisions.start()
         if not self._decisions.policy.norms:
             self._decisions.decide(steps - self._warmup_steps)
         self._use()
 
-    def end_step(self, steps: int, lr: Sequence[float]) -> str:
+    def end_step(self, step: Step) -> Change | None:
+        line = self.decide(step.number, [*map(float, step.engine.get_lr())])
+        return Change({}, lambda _: print(line, flush=True)) if line else None
+
+    def decide(self, steps: int, lr: Sequence[float]) -> str:
         """Decide after a training step; called on every rank.
 
         Args:

@@ -14,13 +14,13 @@ import torch
 from ds_compress.checkpoint.search import MOST_SIDES, Side
 from ds_compress.config import DIRECTIONS
 from ds_compress.feedback.digest import window_digest
-from ds_compress.runtime.interface import StageView
+from ds_compress.message.part import Part, StageView, Step
 from ds_compress.runtime.stage_profile import all_gather
 
 log = logging.getLogger("ds_compress")
 
 
-class ReplicaCheck:
+class ReplicaCheck(Part):
     """Compares hashes every `state_check_every` steps; clears on both sides what differs."""
 
     def __init__(self, stage: StageView, sides: Sequence[Side], grid: Any, device: torch.device):
@@ -38,10 +38,12 @@ class ReplicaCheck:
         config = self._stage.config
         self.every = config.block.state_check_every if config.has_mirrored_state else 0  # steps; 0: never
 
-    def end_step(self, step: int) -> None:
-        """Compare after `step` optimizer steps, with nothing in flight; called on every rank."""
-        if not self.every or step % self.every:
-            return
+    def end_step(self, step: Step) -> None:
+        """Compare both sides, if it is due."""
+        if self.every and step.number % self.every == 0:
+            self._compare(step.number)
+
+    def _compare(self, step: int) -> None:
         rows = torch.full((MOST_SIDES * len(DIRECTIONS), 4), -1, dtype=torch.int64, device="cpu")
         places = [(side, number) for side in self._sides for number in range(len(DIRECTIONS))]
         for row, (side, number) in zip(rows, places):

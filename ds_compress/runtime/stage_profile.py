@@ -22,9 +22,9 @@ from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
 from ds_compress.message.clock import clock_for
 from ds_compress.message.meters import ReceivingMeter, SendingMeter
 from ds_compress.message.observer import observing
+from ds_compress.message.part import Engine, StageView
 from ds_compress.planning.depth import MemoryBudget
 from ds_compress.planning.step_time import LinkSpeed, MessageCost, Workload
-from ds_compress.runtime.interface import StageView
 from ds_compress.runtime.memory_use import allocatable_bytes, in_use
 from ds_compress.transport.probe import probe
 
@@ -48,7 +48,7 @@ Row = dict[str, float]
 class StageProfiler:
     """Measures the training batches that run inside its context manager `batch`."""
 
-    def __init__(self, engine: Any, stage: StageView):
+    def __init__(self, engine: Engine, stage: StageView):
         self._device: torch.device = engine.device
         self._stage_id: int = engine.stage_id
         self._pipe_buffers: dict[str, list[Any]] = engine.pipe_buffers

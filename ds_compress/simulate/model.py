@@ -58,7 +58,7 @@ class SimulatedTraining:
         begins = first.training and torch.is_grad_enabled() and not begun
         if steps > self.global_steps and not begun and (begins or first.is_answered):
             self.global_steps = steps
-            change = self._policy.end_step(self)
+            change = self._policy.decide(self)
             if change is not None:
                 change.report(self._adopt(change.boundaries))
 

@@ -112,7 +112,7 @@ class SimulatedReplicas:
         self.steps += 1
         if self._policy is not None:
             lr = self._lr() if self._lr is not None else ()
-            line = self._policy.end_step(self.steps, lr)
+            line = self._policy.decide(self.steps, lr)
             if line:
                 print(line, flush=True)
 

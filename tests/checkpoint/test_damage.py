@@ -21,7 +21,7 @@ from ds_compress.checkpoint.search import (
     Rank,
     Side,
     Verdict,
-    load,
+    load_side,
 )
 from ds_compress.config import Config
 from ds_compress.message.channel import Boundary
@@ -65,7 +65,7 @@ def saved(tmp_path_factory):
     sides = [Side(Boundary(0, config), 4, "downstream"), Side(Boundary(1, config), 8, "upstream")]
     train(sides, 4)
     path = save(root, "b", sides)
-    whole = [load(root, "b", RANK, side, STEP) for side in sides]
+    whole = [load_side(root, "b", RANK, side, STEP) for side in sides]
     assert [found.status for found in whole] == [RESTORED] * 2
     return sides, root, path, whole
 
@@ -90,7 +90,7 @@ def attack(saved, count, seed):
             if bad == content:
                 continue
             target.write_bytes(bad)
-            found = [load(root, "b", RANK, side, STEP) for side in sides]
+            found = [load_side(root, "b", RANK, side, STEP) for side in sides]
             for ours, before in zip(found, whole):
                 if ours.status == RESTORED:
                     assert same(ours.memories, before.memories), way
@@ -115,7 +115,7 @@ def test_no_damaged_file_is_loaded(saved, caplog):
 
 
 def found(saved):
-    return [load(saved[1], "b", RANK, side, STEP) for side in saved[0]]
+    return [load_side(saved[1], "b", RANK, side, STEP) for side in saved[0]]
 
 
 @pytest.fixture
@@ -149,7 +149,9 @@ def test_a_damaged_file_of_another_stage_is_no_reason(saved, path, caplog):
 
 def test_the_file_of_another_rank_in_its_place(saved, path):
     path.rename(Rank(1, 1, 0).path(path.parent))
-    assert [load(saved[1], "b", Rank(1, 1, 0), side, STEP) for side in saved[0]] == [Found(UNREADABLE)] * 2
+    assert [load_side(saved[1], "b", Rank(1, 1, 0), side, STEP) for side in saved[0]] == [
+        Found(UNREADABLE)
+    ] * 2
     Rank(1, 1, 0).path(path.parent).unlink()
 
 

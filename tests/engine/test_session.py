@@ -19,7 +19,7 @@ PARTS = ("monitor", "guard", "policy", "depth", "replica_check", "watchdog")
 SHARED = ("stage", "config")
 """What parts may know of: the traffic that they watch, and the settings in force."""
 
-HOLDERS = ("gradients", "outer", "reconfigurator", "checkpointer")
+HOLDERS = ("gradients", "outer")
 """What holds the engine, because it calls it; docs/architecture.md names them."""
 
 REPLICAS = {"codec": {"name": "quantize", "bits": 4}, "feedback": "ef"}
@@ -62,7 +62,7 @@ def reached(start, stops):
 def holders(engine):
     """What of a session reaches the engine."""
     session = engine.ds_compress
-    others = "engine", "replicas"  # the second is `gradients` or `outer`
+    others = "engine", "replicas", "parts"  # `gradients` or `outer`, and the list of all
     parts = {name: part for name, part in vars(session).items() if name not in others}
     return {name for name, part in parts.items() if id(engine) in reached(part, [])}
 
@@ -91,7 +91,7 @@ def test_one_attribute_and_parts_apart():
         assert ours == [["ds_compress"]] * 3
         assert known == []
         assert classes == ["CompressedPipelineEngine", "CompressedEngine"]
-        assert held == {"reconfigurator", "checkpointer"}
+        assert held == set()
 
 
 def held_between_replicas(changes, replicas):
@@ -102,13 +102,13 @@ def held_between_replicas(changes, replicas):
 @pytest.mark.parametrize(
     "name, changes, replicas", [("gradients", {}, 2), ("outer", {"every": 9, "outer": {}}, 1)]
 )
-def test_four_parts_hold_the_engine(name, changes, replicas, monkeypatch):
-    """They call it to average, change settings and save: docs/architecture.md said that no part does."""
+def test_two_parts_hold_the_engine(name, changes, replicas, monkeypatch):
+    """They call it to average: docs/architecture.md said that no part does."""
     monkeypatch.setenv(STORE, "127.0.0.1:9")  # is not connected to before the first step
     for held in run_ranks(replicas, held_between_replicas, changes, replicas):
-        assert held == {name, "reconfigurator", "checkpointer"}
+        assert held == {name}
     page = (ROOT / "docs" / "architecture.md").read_text()
-    named = re.search(r"Four others hold the engine[^:]*: (.*?)\.", page, re.DOTALL).group(1)
+    named = re.search(r"Two others hold the engine[^:]*: (.*?)\.", page, re.DOTALL).group(1)
     assert re.findall(r"`(\w+)`", named) == list(HOLDERS)
 
 

@@ -63,7 +63,7 @@ def train(launch, stages, config, steps, specs="wide", launches=2):
     data = data_of(launch, engine)
     session = engine.ds_compress
     # all take their seats before the first round begins
-    session.outer.begin_step()
+    session.outer.begin_step(None)
     wait_for_seats(launches * torch.distributed.get_world_size())
     losses = [engine.train_batch(data).item() for _ in range(steps)]
     session.outer.collect()
@@ -287,7 +287,7 @@ def save_or_resume(launch, folder, config, resumes):
         engine.load_checkpoint(f"{folder}/{launch}")
         for _ in range(5 * MICRO_BATCHES):
             next(data)
-    engine.ds_compress.outer.begin_step()
+    engine.ds_compress.outer.begin_step(None)
     wait_for_seats(2)
     digests = []
     for step in range(6 if resumes else 11):
@@ -341,7 +341,7 @@ def freeze(launch, config, then):
         with pytest.raises(CompressionError) as refused:
             engine.ds_compress.outer._check_trained()
         return str(refused.value)
-    engine.ds_compress.outer.begin_step()
+    engine.ds_compress.outer.begin_step(None)
     wait_for_seats(2)
     for step in range(9):
         if step == 4 and launch == 0:
@@ -393,7 +393,7 @@ def silent(launch, config):
     """Train while the store does not answer; return the losses, and the rounds after it answers again."""
     engine = build(1, config, wide_layers())
     data, outer = data_of(launch, engine), engine.ds_compress.outer
-    outer.begin_step()
+    outer.begin_step(None)
     answers, check = threading.Event(), outer._worker.store._store.check
 
     def late(*args):

@@ -255,7 +255,7 @@ def test_a_run_near_zero_loss_is_not_stopped(codec, unit):
 def test_a_resumed_run_knows_its_first_loss():
     guard, resumed = (Guard(Config({"forward": FINE}), 0, 1) for _ in range(2))
     for loss in (math.nan, 8.0, 1.0):
-        guard.end_step(torch.tensor(loss))
+        guard.end_batch(torch.tensor(loss))
     resumed.resume(json.loads(json.dumps(guard.state())))
     assert resumed.state() == guard.state() == {"first_loss": 8.0}
     resumed.resume({"first_loss": "x"})
@@ -314,7 +314,7 @@ def due(settings, steps=2000):
     guard = Guard(Config({"min_numel": 0, **settings}), 0, 2)
     found = []
     for step in range(1, steps + 1):
-        guard.begin_step(step)
+        guard.begin_batch(step)
         if guard.due:
             found.append(step)
     return found

@@ -1,7 +1,9 @@
 """Interfaces between the parts of the runtime and the engine."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
+
+import torch
 
 from ds_compress.config import Config
 from ds_compress.message.channel import Boundary
@@ -22,6 +24,20 @@ class Trainer(Protocol):
 
     def get_lr(self) -> Sequence[float]:
         """Return the learning rates of the optimizer."""
+
+
+class Engine(Trainer, Protocol):
+    """What the parts use of DeepSpeed's engine."""
+
+    module: Any
+    monitor: Any
+    pipe_buffers: dict[str, list[Any]]
+    device: torch.device
+    stage_id: int
+    num_stages: int
+    global_rank: int
+    global_samples: int
+    dynamic_shape: bool
 
 
 class MessageSource(Protocol):
@@ -47,11 +63,41 @@ class StageView(Protocol):
         """Run `work` on the stream where the codecs of `boundary` run; return its result."""
 
 
+class Step(NamedTuple):
+    """A training step that begins, or that is over with nothing in flight."""
+
+    number: int
+    """Counted from 1."""
+    engine: Engine
+    stage: StageView
+    is_judged: bool = False
+    """Whether the guard checks its messages."""
+    values: Callable[[], Mapping[str, float]] | None = None
+    """Gives this stage's values of `REPLICAS`; None where nothing is compressed between replicas."""
+
+
 class Change(NamedTuple):
     """A request for new settings from the next step on, the same on every rank."""
 
     boundaries: dict[str, Any]
-    """As the block has them: {"0": {"forward": {"codec": "bf16"}}}."""
+    """As the block has them: {"0": {"forward": {"codec": "bf16"}}}; empty: the part has changed its own."""
 
     report: Callable[[bool], None]
     """Called on rank 0 once the settings hold; its argument: whether any differs from those before."""
+
+
+class Part:
+    """Watches training, and decides. Its methods do nothing; override what you need.
+
+    Every rank calls each of them alike. A part holds neither the engine nor the session.
+    """
+
+    def begin_step(self, step: Step) -> None:
+        """Prepare for a training step."""
+
+    def end_step(self, step: Step) -> Change | None:
+        """Do what is due after a training step; return the settings that are wanted from the next one on."""
+        return None
+
+    def follow(self) -> None:
+        """Use the settings that the config has by now."""
