@@ -138,7 +138,8 @@ class Guard(Part):
     def _judge(self, engine: Any, compressed: float, plain: float) -> None:
         cost, first = compressed - plain, abs(plain) if self._first_loss is None else self._first_loss
         allowed = max(self._options.loss * abs(plain), self._options.loss_floor * first)
-        limits, directions = f"ds_compress.guard.loss: {self._options.loss:.0%}", DIRECTIONS[:1]
+        limits = f"ds_compress.guard.loss: {self._options.loss:.0%}"
+        directions: tuple[str, ...] = DIRECTIONS[:1]
         if -allowed <= cost <= allowed:
             shares = {"loss": abs(cost) / allowed if allowed else 0.0, **self._worst.shares(self._options)}
             # messages beyond a limit of their own have been reported
