@@ -35,7 +35,7 @@ from ds_compress.engine.deepspeed import (
 from ds_compress.engine.optimizers import mix_in
 from ds_compress.engine.overlap import EarlyBuckets
 from ds_compress.message.gradient_error import AVERAGED
-from ds_compress.message.part import Part, Step
+from ds_compress.message.part import RuntimePart, Step
 from ds_compress.replicas.exchange import Replicas
 from ds_compress.replicas.factors import build_exchange, compressed_parameters
 from ds_compress.replicas.parameters import ParameterExchange, Range
@@ -55,7 +55,7 @@ class _GradientSpan(NamedTuple):
     number: int  # of the parameter
 
 
-class GradientTraffic(Part):
+class GradientTraffic(RuntimePart):
     """Compresses the gradients between the replicas of an engine's stage."""
 
     restarts = "residuals of gradients between replicas start from zero"

@@ -39,7 +39,7 @@ from ds_compress.engine.deepspeed import (
 from ds_compress.errors import CompressionError, in_one_line
 from ds_compress.feedback.state import residuals
 from ds_compress.message.layout import Counters
-from ds_compress.message.part import Part, Step
+from ds_compress.message.part import RuntimePart, Step
 from ds_compress.replicas.board import Position
 from ds_compress.replicas.outer_step import EXACT, MIN_DELTA_NUMEL, Anchor, DeltaCodec, DeltaPart
 from ds_compress.replicas.rounds import BEAT_S, ExchangeResult, Rounds, patience
@@ -68,7 +68,7 @@ class MasterWeight(NamedTuple):
     part: DeltaPart | None  # None: it stays exact
 
 
-class OuterTraffic(Part):
+class OuterTraffic(RuntimePart):
     """The part of an engine that exchanges progress with other launches."""
 
     restarts = "outer steps begin again with the loaded weights"

@@ -14,7 +14,7 @@ from ds_compress.config.recipes import with_changes
 from ds_compress.engine.stage import Stage
 from ds_compress.engine.wiring import wire_extra_links
 from ds_compress.errors import CompressionError
-from ds_compress.message.part import Part
+from ds_compress.message.part import RuntimePart
 
 WRITTEN = (*DIRECTIONS, "boundaries", "policy", "quality")
 """Keys of the block that have to be the same for a checkpoint's settings to go on."""
@@ -29,7 +29,7 @@ class Reconfigurator:
         stage: Stage,
         boundaries: int,
         check: Callable[[Config, int], object],
-        watching: Sequence[Part],
+        watching: Sequence[RuntimePart],
     ):
         """
         Args:

@@ -47,7 +47,7 @@ from ds_compress.engine.wiring import wire
 from ds_compress.message.channel import Boundary, Channel, Mode, evaluated
 from ds_compress.message.dependence import DependencyTracker
 from ds_compress.message.layout import as_list, tensors_in
-from ds_compress.message.part import Change, Part, Step
+from ds_compress.message.part import Change, RuntimePart, Step
 from ds_compress.monitor.monitor import Monitor
 from ds_compress.runtime.auto import AutoController
 from ds_compress.runtime.depth import DepthController
@@ -142,7 +142,7 @@ class Session:
             shared = engine.num_stages, engine.device, all_gather
             self.replica_policy = ReplicaPolicy(config, [self.gradients.exchange], *shared)
         found = self.gradients, self.replica_check, self.monitor, self.depth, self.policy, self.replica_policy
-        self.parts: list[Part] = [part for part in (*found, self.outer) if part is not None]
+        self.parts: list[RuntimePart] = [part for part in (*found, self.outer) if part is not None]
         """In the order in which their hooks are called."""
         watching = self.guard, self.replica_check, self.monitor
         self.reconfigurator = Reconfigurator(engine.num_stages, self.stage, boundaries, self.check, watching)

@@ -86,7 +86,7 @@ class Change(NamedTuple):
     """Called on rank 0 once the settings hold; its argument: whether any differs from those before."""
 
 
-class Part:
+class RuntimePart:
     """Watches training, and decides. Its methods do nothing; override what you need.
 
     Every rank calls each of them alike. A part holds neither the engine nor the session.

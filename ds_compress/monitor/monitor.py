@@ -17,7 +17,7 @@ from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
 from ds_compress.message.clock import clock_for
 from ds_compress.message.gradient_error import AVERAGED, GradientError
 from ds_compress.message.meters import ReceivingMeter, SendingMeter
-from ds_compress.message.part import Part, Step
+from ds_compress.message.part import RuntimePart, Step
 from ds_compress.monitor import lines
 from ds_compress.monitor.limits import LASTING, MessageQuality, finite
 from ds_compress.monitor.metrics import (
@@ -43,7 +43,7 @@ Events = list[tuple[str, float, int]]
 logger = logging.getLogger("ds_compress")
 
 
-class Monitor(Part):
+class Monitor(RuntimePart):
     """Prints the active settings, writes metrics every N steps, and prints a summary at the end.
 
     Only steps that will be written are measured; all stages know beforehand which ones. Monitoring never

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ds_compress.config.block import LinkOptions
-from ds_compress.message.part import Change, Engine, Part, StageView, Step
+from ds_compress.message.part import Change, Engine, RuntimePart, StageView, Step
 from ds_compress.planning.depth import DepthChoice, choose_depth
 from ds_compress.planning.schedule import DepthSchedule, is_deepspeed_schedule
 from ds_compress.planning.step_time import TransferPlan
@@ -25,7 +25,7 @@ MEASURED = (2, 3)
 """Batches, counted from 1."""
 
 
-class DepthController(Part):
+class DepthController(RuntimePart):
     """The depth of the schedules and of the links of one engine."""
 
     def __init__(self, link: LinkOptions):

@@ -24,7 +24,7 @@ from ds_compress.config import DIRECTIONS, Config
 from ds_compress.config.policies import ChannelKey
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Mode
-from ds_compress.message.part import Part
+from ds_compress.message.part import RuntimePart
 from ds_compress.monitor.limits import LOSSLESS, MessageQuality
 from ds_compress.monitor.metrics import LOSS_COST, label
 
@@ -40,7 +40,7 @@ Replay = Callable[[Mode, int], Sequence[Any]]
 logger = logging.getLogger("ds_compress")
 
 
-class Guard(Part):
+class Guard(RuntimePart):
     """Decides when to compare losses, on which micro-batches, and what follows; on every rank."""
 
     def __init__(self, config: Config, rank: int, boundaries: int):

@@ -22,7 +22,7 @@ from ds_compress.config.policies import ChannelKey, DecisionInput, Policy, Signa
 from ds_compress.config.policies.base import format_rung
 from ds_compress.errors import CompressionError, shown
 from ds_compress.message.observer import Observer, SeenMessage
-from ds_compress.message.part import Change, MessageSource, Part, Step, Trainer
+from ds_compress.message.part import Change, MessageSource, RuntimePart, Step, Trainer
 from ds_compress.replicas.exchange import Exchange
 
 Gather = Callable[[Tensor], Sequence[Tensor]]
@@ -135,7 +135,7 @@ class Decisions:
         self.rungs, self._state = rungs, copy.deepcopy(state["state"])
 
 
-class PolicyController(Part):
+class PolicyController(RuntimePart):
     """Choose the rung of each direction of a boundary by the policy, and resume it from checkpoints."""
 
     def __init__(self, config: Config, boundaries: int, device: Any, all_gather: Gather):
@@ -233,7 +233,7 @@ class PolicyController(Part):
         return int(engine.global_steps) - self._config.warmup_steps
 
 
-class ReplicaPolicy(Part):
+class ReplicaPolicy(RuntimePart):
     """Chooses the codec of gradients between the replicas of each stage, alike on all ranks."""
 
     def __init__(

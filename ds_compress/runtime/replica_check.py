@@ -14,13 +14,13 @@ import torch
 from ds_compress.checkpoint.search import MOST_SIDES, Side
 from ds_compress.config import DIRECTIONS
 from ds_compress.feedback.digest import window_digest
-from ds_compress.message.part import Part, StageView, Step
+from ds_compress.message.part import RuntimePart, StageView, Step
 from ds_compress.runtime.stage_profile import all_gather
 
 log = logging.getLogger("ds_compress")
 
 
-class ReplicaCheck(Part):
+class ReplicaCheck(RuntimePart):
     """Compares hashes every `state_check_every` steps; clears on both sides what differs."""
 
     def __init__(self, stage: StageView, sides: Sequence[Side], grid: Any, device: torch.device):
