@@ -74,7 +74,7 @@ class Entropy(Codec):
         frame, dither, rows = self._frame(spec), self._dither(ctx), self._rows(spec)
         if not rows:
             return (backend.encode_entropy(values.reshape(-1), frame, dither),)
-        values, factors = values.reshape(rows, -1), ()
+        values, factors = values.reshape(rows, -1), tuple[Tensor, ...]()
         if rank := self._rank(spec):
             values, factors = subtract_directions(values, rank)
         tolerance = 0 if self.unbiased else TOLERANCE
@@ -104,9 +104,10 @@ class Entropy(Codec):
 
     def _rank(self, spec: TensorSpec) -> int:
         """Return the directions that are sent apart: only those of rows that have shifts."""
-        if not self.options.rank or not self._rows(spec):
+        if not self.options.rank or not (rows := self._rows(spec)):
             return 0
-        most = spec.numel * self.options.bits / 8
+        bits = spec.numel * self.options.bits
+        most = min(bits / 8, bits - SHIFT_BITS * rows - 16 * least_words(spec.numel))
         return min(self.options.rank, int(most / factors_bits(1, *matrix_shape(spec.shape))))
 
     def _frame(self, spec: TensorSpec) -> CodeLayout:
