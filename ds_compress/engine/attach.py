@@ -24,7 +24,8 @@ from ds_compress.kernels.backends import kernels
 from ds_compress.runtime.watchdog import Watchdog
 from ds_compress.version import __version__
 
-HANDSHAKE_SECONDS = 60.0
+HANDSHAKE_SECONDS = 300.0
+"""How long ranks wait for each other: on a busy machine a healthy one took more than a minute."""
 
 _engines = itertools.count()
 
