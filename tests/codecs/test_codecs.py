@@ -42,8 +42,8 @@ WORSE_THAN_ZEROS = [{"name": "minmax", "bits": 1}, {"name": "quantize", "bits": 
 
 
 def codes_kept_zeros_beside_others(choice):
-    """So that zeros of a row of zeros get noise."""
-    return isinstance(choice.get("values"), dict)
+    """So that zeros of a row of zeros get noise: entries that are drawn, not chosen, are of several rows."""
+    return choice["name"] == "randomk" and isinstance(choice.get("values"), dict)
 
 
 def choices():
