@@ -15,10 +15,10 @@ from ds_compress.codec import Layout
 from ds_compress.codecs.lowrank import orthonormal
 from ds_compress.codecs.shapes import LARGEST_FACTOR
 
-ITERATIONS = 4
+ITERATIONS = 4  # of the power iteration
 SAMPLE = 128
 """Rows that the directions are found from, at least, if there are so many."""
-LARGEST_CODE = 127
+LARGEST_CODE = 127  # of int8, with both signs
 
 
 def factors_layout(rank: int, rows: int, width: int) -> Layout:
@@ -34,10 +34,14 @@ def factors_bits(rank: int, rows: int, width: int) -> int:
 def subtract_directions(m: Tensor, rank: int) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Subtract from `m`, [rows, width] of any float dtype, its product with its strongest directions.
 
+    Args:
+        rank: directions, at most as many as rows and as columns.
+
     Returns:
         The rest, fp32 [rows, width], no longer than `m` up to the rounding of the basis; and the factors:
-        coefficients in units of the scales, the scales, the basis. Of values that are not finite, or beyond
-        the range of products, the scales are 0, and the rest is `m`.
+        coefficients in units of the scales, int8 [rows, rank], the scales, fp32 [rank], and the basis, bf16
+        [rank, width]. Of values that are not finite, or beyond the range of products, the scales are 0, and
+        the rest is `m`.
     """
     m = m.float()
     sample = m[:: max(1, len(m) // SAMPLE)]
@@ -58,5 +62,8 @@ def subtract_directions(m: Tensor, rank: int) -> tuple[Tensor, tuple[Tensor, ...
 
 
 def add_directions(rest: Tensor, codes: Tensor, scales: Tensor, basis: Tensor) -> Tensor:
-    """Invert `subtract_directions` on a decoded `rest`, fp32 [rows, width], in place; return it."""
+    """Add to a decoded `rest`, fp32 [rows, width], in place, what `subtract_directions` took away; return it.
+
+    `codes`, `scales` and `basis` are the factors that it returned.
+    """
     return rest.addmm_(codes.float() * scales, basis.float())

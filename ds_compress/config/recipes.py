@@ -116,7 +116,7 @@ class Evidence(NamedTuple):
     def __str__(self) -> str:
         measured = f"{self.worst[0]:.1f} / {self.worst[1]:.1f} %"
         if self.promise is None:
-            return f"up to {measured}, no promise"
+            return f"measured: {measured}, no promise"
         return f"at most {self.promise[0]:g} / {self.promise[1]:g} % (measured: {measured})"
 
 

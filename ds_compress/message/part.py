@@ -73,7 +73,8 @@ class Step(NamedTuple):
     is_judged: bool = False
     """Whether the guard checks its messages."""
     values: Callable[[], Mapping[str, float]] | None = None
-    """Gives this stage's values of `REPLICAS`; None where nothing is compressed between replicas."""
+    """Measures the gradients between replicas: values by name, as in `metrics.REPLICAS`. None: they are sent
+    uncompressed."""
 
 
 class Change(NamedTuple):

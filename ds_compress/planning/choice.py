@@ -30,7 +30,7 @@ BASELINE = "DeepSpeed"
 
 CODECS: dict[str, Any] = {
     "quantize 8": {"name": "quantize", "bits": 8},
-    # without the rotation outlier channels take the range of their groups: SmolLM2 lost 1.9 %
+    # without the rotation outlier channels take the range of their groups (results/forward_errors.jsonl)
     "quantize 6": {"name": "quantize", "bits": 6, "hadamard": True},
     # unbiased, for gradients
     "quantize 3 dither": {"name": "quantize", "bits": 3, "hadamard": True, "rounding": "dither"},

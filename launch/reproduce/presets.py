@@ -163,37 +163,32 @@ REPLICATED: Preset = {
     for task, size in both(name, hidden=128).items()
 }
 
+PRETRAINED: Any = {"pretrain_steps": 0, "pretrain_batch": 0, "pretrain_lr": 0.0, "epochs": 1}
+"""What tasks have in common whose weights others made."""
 SMOLLM2 = CheckpointSize(
+    **PRETRAINED,
     layers=30,
     hidden=576,
     heads=9,
     seq=128,
     tokenizer="smollm2",
     weights="smollm2",
-    pretrain_steps=0,
-    pretrain_batch=0,
-    pretrain_lr=0.0,
     blocks=400,
     test_blocks=64,
-    epochs=1,
     batch=2,
     lr=1e-4,
     dropout=0.0,
 )
-
 MINILM = EncoderSize(
+    **PRETRAINED,
     layers=6,
     hidden=384,
     heads=12,
     seq=64,
     tokenizer="minilm",
     weights="minilm",
-    pretrain_steps=0,
-    pretrain_batch=0,
-    pretrain_lr=0.0,
     blocks=1600,
     test_blocks=512,
-    epochs=1,
     batch=8,
     lr=5e-5,
     dropout=0.1,
