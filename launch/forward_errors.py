@@ -1,4 +1,4 @@
-"""What errors of activations do to a loss: many codecs on trained models, without training: `make errors`.
+"""What errors of activations do to a loss: many codecs on trained models, without training.
 
     python launch/forward_errors.py --data FOLDER [--tasks real/smollm2-full small/llama-finetuned ...]
 
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -28,6 +27,7 @@ from launch.reproduce.run import Row, environment, task_of
 from launch.reproduce.tables import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
+DEVICE = torch.device("cpu")
 CODECS: tuple[dict[str, Any], ...] = (
     *({"name": "entropy", "bits": bits} for bits in (1.5, 2, 2.5, 3, 3.3, 4, 5)),
     *({"name": "entropy", "bits": bits, "rank": 8} for bits in (2.5, 3.3, 4)),
@@ -59,19 +59,20 @@ class RoundTrip(nn.Module):
         return arrived
 
 
+@torch.no_grad()
 def measure(name: str, codecs: list[dict[str, Any]], data: Path, cache: Path, blocks: int) -> Iterator[Row]:
     """Yield a row for each of `codecs` on the task of this name."""
-    task = task_of(*name.split("/"), data, cache)
+    task: Any = task_of(*name.split("/"), data, cache)  # of language
     task.prepare()
     first, *others = task.stages(0)
     boundaries = [RoundTrip() for _ in others]
     pairs = zip(boundaries, others, strict=True)
     model = nn.Sequential(first, *itertools.chain.from_iterable(pairs)).eval()
-    plain = held_out_loss(model, task, blocks)
+    plain = task.predict(model, DEVICE, blocks)[0]
     for options in codecs:
         for boundary in boundaries:
             boundary.codec, boundary.errors = build(options), []
-        loss = held_out_loss(model, task, blocks)
+        loss = task.predict(model, DEVICE, blocks)[0]
         errors = torch.stack([error for boundary in boundaries for error in boundary.errors]).mean(0)
         mean = MessageError(*errors.tolist())
         for boundary in boundaries:
@@ -83,19 +84,8 @@ def measure(name: str, codecs: list[dict[str, Any]], data: Path, cache: Path, bl
             "relative_error": mean.relative_error,
             "token_error": mean.token_error,
             "loss_rise": 100 * (loss / plain - 1),  # percent
-            **environment(torch.device("cpu")),
+            **environment(DEVICE),
         }
-
-
-@torch.no_grad()
-def held_out_loss(model: nn.Module, task: Any, blocks: int) -> float:
-    """Return the loss in nats a token on the first `blocks` held-out blocks."""
-    total, tokens = 0.0, 0
-    for block in task.held_out[:blocks].split(task.size.batch):
-        logits = model(block[:, :-1])
-        total += F.cross_entropy(logits.flatten(0, 1), block[:, 1:].flatten(), reduction="sum").item()
-        tokens += block[:, 1:].numel()
-    return total / tokens
 
 
 def rank_correlation(x: Tensor, y: Tensor) -> float:

@@ -49,7 +49,7 @@ class Encoder(Language):
 
     def evaluate(self, model: nn.Module, device: torch.device) -> dict[str, float]:
         """The perplexity of the choice."""
-        batches = self.held_out.split(self.size.batch)
+        batches = self._held_out.split(self.size.batch)
         losses = [
             self.loss(model(pairs.flatten(0, 1).to(device)), torch.arange(len(pairs), device=device)).item()
             for pairs in batches

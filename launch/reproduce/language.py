@@ -43,7 +43,7 @@ class Language:
         text = self._tokens("train")
         split = int(len(text) * PRETRAINED_ON) if size.pretrain_steps else 0
         self._pretraining, self._blocks = text[:split], self._cut(text[split:], size.blocks)
-        self.held_out = self._cut(self._tokens("valid"), size.test_blocks)
+        self._held_out = self._cut(self._tokens("valid"), size.test_blocks)
         self.epochs, self.gradient_clipping = size.epochs, size.gradient_clipping
         self.steps_per_epoch = len(self._blocks) // size.batch
 
@@ -87,21 +87,29 @@ class Language:
     def evaluate(self, model: nn.Module, device: torch.device) -> dict[str, float]:
         """Perplexity a token, share of tokens predicted, and the perplexity of generated text to the model
         before fine-tuning, if there was one."""
-        loss, hits = 0.0, 0
-        for block in self.held_out.split(self.size.batch):
-            inputs, labels = block[:, :-1].to(device), block[:, 1:].to(device)
-            logits = model(inputs)
-            loss += F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").item()
-            hits += (logits.argmax(-1) == labels).sum().item()
-        tokens = self.held_out[:, 1:].numel()
-        measured = {"perplexity": _exp(loss / tokens), "token_accuracy": hits / tokens}
+        loss, accuracy = self.predict(model, device)
+        measured = {"perplexity": _exp(loss), "token_accuracy": accuracy}
         if self.size.pretrain_steps:
             measured["generated_perplexity"] = self._judged(self._generated(model, device))
         return measured
 
+    def predict(
+        self, model: nn.Module, device: torch.device, blocks: int | None = None
+    ) -> tuple[float, float]:
+        """Predict the tokens of the first `blocks` of held-out text, by default of all; return the loss, in
+        nats a token, and the share of tokens predicted."""
+        text, loss, hits = self._held_out[:blocks], 0.0, 0
+        for block in text.split(self.size.batch):
+            inputs, labels = block[:, :-1].to(device), block[:, 1:].to(device)
+            logits = model(inputs)
+            loss += F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").item()
+            hits += (logits.argmax(-1) == labels).sum().item()
+        tokens = text[:, 1:].numel()
+        return loss / tokens, hits / tokens
+
     def _generated(self, model: nn.Module, device: torch.device) -> Tensor:
         """Continue held-out prompts by sampling from the model."""
-        text = self.held_out[:PROMPTS, :PROMPT].to(device)
+        text = self._held_out[:PROMPTS, :PROMPT].to(device)
         drawing = generator(0)
         for _ in range(min(GENERATED, self.size.seq - PROMPT)):
             chances = model(text)[:, -1].softmax(-1).cpu().nan_to_num(0, 0, 0) + 1e-9

@@ -8,6 +8,7 @@ import pytest
 
 from ds_compress.config import DIRECTIONS, KEY, Config, recipes
 from ds_compress.config.recipes import EVIDENCE
+from launch import forward_errors
 from launch.reproduce.command import ROOT, main
 from launch.reproduce.costs import ACROSS, cost_table, costs_of, replicas_table, worst
 from launch.reproduce.grid import read_rows
@@ -162,6 +163,19 @@ def test_promises_are_kept_in_every_task(name):
     assert {cost.task for cost in costs} >= TASKS
     for cost in costs:
         assert cost.off <= evidence.promise[0] and cost.on <= evidence.promise[1], cost
+
+
+def test_errors_are_ranked_against_the_loss():
+    """The larger of two errors need not cost more: the budget tells the largest cost of any codec within."""
+    rises = {0.01: 0.1, 0.05: 1.9, 0.09: 0.4, 0.3: 8.0}
+    rows = [
+        {"task": "real/smollm2-full", "token_error": error, "relative_error": -error, "loss_rise": rise}
+        for error, rise in rises.items()
+    ]
+    assert "| real/smollm2-full | 4 | -0.800 | 0.800 |" in forward_errors.correlations(rows)
+    budgets = forward_errors.budgets(rows)
+    assert "| `safe` | 0.06 | +1.90 (2 codecs) |" in budgets
+    assert "| `balanced` | 0.1 | +1.90 (3 codecs) |" in budgets
 
 
 def test_a_cost_compares_runs_of_one_seed():
