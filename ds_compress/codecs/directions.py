@@ -18,17 +18,18 @@ from ds_compress.codecs.shapes import LARGEST_FACTOR
 ITERATIONS = 4  # of the power iteration
 SAMPLE = 128
 """Rows that the directions are found from, at least, if there are so many."""
-LARGEST_CODE = 127  # of int8, with both signs
+CODE_BITS = 7
+"""Bits of the magnitude of a coefficient, in units of the scale of its row."""
 
 
 def factors_layout(rank: int, rows: int, width: int) -> Layout:
     """Return the layout of the factors that `subtract_directions` returns."""
-    return ((rows, rank), torch.int8), ((rank,), torch.float32), ((rank, width), torch.bfloat16)
+    return ((rows, rank), torch.int8), ((rows,), torch.int8), ((rank, width), torch.bfloat16)
 
 
 def factors_bits(rank: int, rows: int, width: int) -> int:
-    """Return the bits that the factors take."""
-    return rank * (8 * rows + 32 + 16 * width)
+    """Return the bits that the factors of `rank` directions, at least one, take."""
+    return 8 * rows * (rank + 1) + 16 * rank * width
 
 
 def subtract_directions(m: Tensor, rank: int) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -39,9 +40,10 @@ def subtract_directions(m: Tensor, rank: int) -> tuple[Tensor, tuple[Tensor, ...
 
     Returns:
         The rest, fp32 [rows, width], no longer than `m` up to the rounding of the basis; and the factors:
-        coefficients in units of the scales, int8 [rows, rank], the scales, fp32 [rank], and the basis, bf16
-        [rank, width]. Of values that are not finite, or beyond the range of products, the scales are 0, and
-        the rest is `m`.
+        coefficients in units of their row's scale, int8 [rows, rank], the scales' exponents of 2, int8
+        [rows], and the basis, bf16 [rank, width]. Rows have scales of their own: an attention sink is a
+        hundred times longer than other tokens, whose coefficients would be 0 in its units. The coefficients
+        of a row that is not finite, or beyond the range of products, are 0, and its rest is the row.
     """
     m = m.float()
     sample = m[:: max(1, len(m) // SAMPLE)]
@@ -54,16 +56,17 @@ def subtract_directions(m: Tensor, rank: int) -> tuple[Tensor, tuple[Tensor, ...
     directions, _ = orthonormal(sample.T @ mixture)
     basis = directions.T.to(torch.bfloat16).contiguous()
     coefficients = F.linear(m, basis.float())
-    scales = coefficients.abs().amax(0) / LARGEST_CODE
-    scales = torch.where(scales < LARGEST_FACTOR, scales, 0)
-    codes = torch.where(scales > 0, coefficients / scales, 0).round_().clamp_(-LARGEST_CODE, LARGEST_CODE)
-    rest = torch.addmm(m, codes * scales, basis.float(), alpha=-1)
-    return rest, (codes.to(torch.int8), scales, basis)
+    largest = coefficients.abs().amax(1, keepdim=True)
+    fits = largest < LARGEST_FACTOR
+    exponents = torch.frexp(torch.where(fits, largest, 0)).exponent.sub_(CODE_BITS).clamp_(-126, 126)
+    codes = torch.where(fits, torch.ldexp(coefficients, -exponents), 0).round_().clamp_(-127, 127)
+    rest = torch.addmm(m, torch.ldexp(codes, exponents), basis.float(), alpha=-1)
+    return rest, (codes.to(torch.int8), exponents.to(torch.int8).view(-1), basis)
 
 
-def add_directions(rest: Tensor, codes: Tensor, scales: Tensor, basis: Tensor) -> Tensor:
+def add_directions(rest: Tensor, codes: Tensor, exponents: Tensor, basis: Tensor) -> Tensor:
     """Add to a decoded `rest`, fp32 [rows, width], in place, what `subtract_directions` took away; return it.
 
-    `codes`, `scales` and `basis` are the factors that it returned.
+    `codes`, `exponents` and `basis` are the factors that it returned.
     """
-    return rest.addmm_(codes.float() * scales, basis.float())
+    return rest.addmm_(torch.ldexp(codes.float(), exponents[:, None]), basis.float())

@@ -108,11 +108,14 @@ class Entropy(Codec):
             return 0
         bits = spec.numel * self.options.bits
         most = min(bits / 8, bits - SHIFT_BITS * rows - 16 * least_words(spec.numel))
-        return min(self.options.rank, int(most / factors_bits(1, *matrix_shape(spec.shape))))
+        shape = matrix_shape(spec.shape)
+        return next((r for r in range(self.options.rank, 0, -1) if factors_bits(r, *shape) <= most), 0)
 
     def _frame(self, spec: TensorSpec) -> CodeLayout:
         """Return the frame of the code of a message of `spec`, without shifts and factors."""
-        others = SHIFT_BITS * self._rows(spec) + factors_bits(self._rank(spec), *matrix_shape(spec.shape))
+        others = SHIFT_BITS * self._rows(spec)
+        if rank := self._rank(spec):
+            others += factors_bits(rank, *matrix_shape(spec.shape))
         return frame_of(spec.numel, self.options.bits - others / max(spec.numel, 1), self.unbiased)
 
     def _dither(self, ctx: Context) -> int | None:

@@ -26,6 +26,7 @@ def append_row(file: Path, row: Row) -> None:
     whole = file.read_text().rpartition("\n") if file.exists() else ("", "", "")
     if whole[2]:
         file.write_text(whole[0] + whole[1])
+    file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "a") as out:
         out.write(json.dumps(row, allow_nan=False) + "\n")
 

@@ -42,6 +42,15 @@ def test_what_all_tokens_have_in_common_is_not_shrunk():
     assert shared[1] < 0.6 * shared[0]
 
 
+def test_a_sink_leaves_other_tokens_their_coefficients():
+    """Token 0 of every pretrained decoder is longer than others by far, 26,000 to 168 in SmolLM2."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(256, 1, generator=generator) * torch.randn(512, generator=generator)
+    x[0] *= 160
+    rest, _ = subtract_directions(x, 2)
+    assert (rest.norm(dim=1) / x.norm(dim=1)).max() < 0.01
+
+
 @pytest.mark.parametrize("rows", [3, 100, SAMPLE, 1000])
 def test_the_rest_is_no_longer_than_the_message(rows):
     for x in (
@@ -68,7 +77,7 @@ def test_what_no_product_can_hold_is_left_in_the_rest(value):
 
 @pytest.mark.parametrize(
     "shape, rank",
-    [((2048, 4096), 8), ((2, 256, 576), 8), ((512, 128), 5), ((512, 64), 3), ((64,), 0)],
+    [((2048, 4096), 8), ((2, 256, 576), 8), ((512, 128), 4), ((512, 64), 2), ((64,), 0)],
     ids=str,
 )
 def test_factors_take_at_most_an_eighth_of_the_packet(shape, rank):
