@@ -31,9 +31,12 @@ class MessageError(NamedTuple):
     the relative error."""
     cosine: float
     """<x, y> / (||x|| ||y||)."""
+    lost_rows: float
+    """Share of the rows that are not 0 of which nothing arrives. Behind a norm, which divides by the length
+    of a row, gradients of such a row explode, while few of them raise the token error by little."""
 
 
-UNKNOWN = MessageError(math.nan, math.nan, math.nan, math.nan)
+UNKNOWN = MessageError(*[math.nan] * 5)
 
 
 def measure_error(sent: Sequence[Tensor], decoded: Sequence[Tensor]) -> MessageError:
@@ -42,7 +45,7 @@ def measure_error(sent: Sequence[Tensor], decoded: Sequence[Tensor]) -> MessageE
 
 
 def compare(sent: Sequence[Tensor], decoded: Sequence[Tensor]) -> Tensor:
-    """Compute the fields of `MessageError`, float64 [4] on the device, for which the host does not wait.
+    """Compute the fields of `MessageError`, float64 [5] on the device, for which the host does not wait.
 
     Rows are those of `matrix_shape`; of images [samples, channels, height, width] they are the samples.
     """
@@ -54,18 +57,20 @@ def compare(sent: Sequence[Tensor], decoded: Sequence[Tensor]) -> Tensor:
         units, norms = map(torch.cat, zip(*(_measure_rows(x, y) for x, y in pairs)))
         largest = units.max()
         # norms of x, y and x - y
-        own, _, row_difference = norms.unbind(1)
+        own, arrived, row_difference = norms.unbind(1)
         whole = torch.linalg.vector_norm(norms * (units / largest)[:, None], dim=0)
         norm, decoded_norm, difference = whole
 
         error = torch.where(difference == 0, 0.0, difference / norm)
         squares, is_sent = torch.where(own > 0, row_difference / own, 0.0).square(), own > 0
-        token_error = torch.where(is_sent.any(), (squares.sum() / is_sent.sum()).sqrt(), error)
+        count = is_sent.sum()
+        token_error = torch.where(count > 0, (squares.sum() / count).sqrt(), error)
+        lost = (is_sent & (arrived == 0)).sum() / count.clamp(min=1)
         product = 2 * norm * decoded_norm
         cosine = (norm.square() + decoded_norm.square() - difference.square()) / product
         cosine = torch.where(product > 0, cosine.clamp(-1, 1), (difference == 0).double())
 
-        found = torch.stack([norm * largest, error, token_error, cosine])
+        found = torch.stack([norm * largest, error, token_error, cosine, lost])
         return torch.where(whole.isfinite().all(), found, math.nan)
 
 

@@ -63,6 +63,7 @@ class SendingMeter(_Meter):
         "relative_error",
         "token_error",
         "cosine",
+        "lost_rows",
         "gradient_error",
         "encode_ms",
         "send_ms",
@@ -111,8 +112,8 @@ class SendingMeter(_Meter):
 
         step_messages: how many were sent.
         nonfinite_share: of messages that hold inf or nan.
-        message_norm, relative_error, token_error, cosine: of the message that was compared, see
-        `MessageError`; nan when something in it is not finite.
+        message_norm, relative_error, token_error, cosine, lost_rows: of the message that was compared,
+        see `MessageError`; nan when something in it is not finite.
         gradient_error: of `GradientError`, with messages compared in earlier steps; 0 of activations.
         encode_ms: time to make the packets. send_ms: time in which the stage was blocked until packets left,
         when sending, at the end of the step, or for the memory of an earlier packet.

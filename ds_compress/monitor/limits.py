@@ -16,7 +16,7 @@ BREAKS = "look for what overflows before this boundary: compression neither make
 class Violation(NamedTuple):
     """A limit that a channel exceeds."""
 
-    limit: str  # option of the guard
+    limit: str  # option of the guard, or lost_rows, of which it allows none
     words: str  # what was found, and the limit
     advice: str
 
@@ -33,6 +33,7 @@ class MessageQuality(NamedTuple):
     gradient_error: float  # of gradients
     residual: float
     nonfinite: float
+    lost_rows: float  # of activations
 
     @classmethod
     def of(cls, values: Mapping[str, float], before: Mapping[str, float], direction: str) -> "MessageQuality":
@@ -45,11 +46,13 @@ class MessageQuality(NamedTuple):
         lasting = [min(values[name], finite(before.get(name, 0.0))) for name in LASTING]
         # with feedback a message of zeros may arrive as something else
         is_nothing = values["message_norm"] == 0
-        names = ("token_error", "gradient_error")
-        error, gradient = (math.nan if is_nothing else values[name] for name in names)
+        names = ("token_error", "gradient_error", "lost_rows")
+        error, gradient, lost = (math.nan if is_nothing else values[name] for name in names)
         # the error of a gradient is no harm where it averages out
-        own = (error, 0.0) if direction == "forward" else (0.0, gradient)
-        return cls(*own, *lasting)
+        found = LOSSLESS._replace(residual=lasting[0], nonfinite=lasting[1])
+        if direction == "forward":
+            return found._replace(error=error, lost_rows=lost)
+        return found._replace(gradient_error=gradient)
 
     def shares(self, guard: GuardOptions) -> dict[str, float]:
         """Return the errors as shares of their limits, by the name of the limit."""
@@ -63,11 +66,16 @@ class MessageQuality(NamedTuple):
             "residual": (f"a residual of {self.residual:.3g} messages", GROWS),
             "nonfinite": (f"inf or nan in {self.nonfinite:.0%} of all", BREAKS),
         }
-        return [
+        violations = [
             Violation(name, f"{words} (ds_compress.guard.{name}: {getattr(guard, name):g})", advice)
             for name, (words, advice) in found.items()
             if getattr(self, name) > getattr(guard, name)
         ]
+        if self.lost_rows > 0:
+            share = f"{100 * self.lost_rows:.3g} %"
+            words = f"nothing left of {share} of the tokens, whose gradients a norm then amplifies"
+            violations.append(Violation("lost_rows", words, LOST))
+        return violations
 
 
 def finite(value: float) -> float:
@@ -75,5 +83,5 @@ def finite(value: float) -> float:
     return 0.0 if math.isnan(value) else min(value, sys.float_info.max)
 
 
-LOSSLESS = MessageQuality(0.0, 0.0, 0.0, 0.0)
+LOSSLESS = MessageQuality(*[0.0] * 5)
 """Measurements of a message that arrives bit-identical."""

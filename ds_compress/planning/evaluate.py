@@ -157,7 +157,7 @@ def _measure(
     decoded = receiver.decode(packet, message, message_id, lambda nbytes: extra)
     end = clock.mark()
     sent, arrived = message.compressed_of(tensors), message.compressed_of(decoded)
-    error, token_error = _errors(sender.codec, sent, arrived)
+    error, token_error = _errors(sender.codec, sent, arrived, direction)
     measured = {
         "bytes": float(packet.numel() + (extra.numel() if extra is not None else 0)),
         "encode": clock.ms(start, middle) / 1e3,
@@ -168,15 +168,18 @@ def _measure(
     return measured, sent, arrived
 
 
-def _errors(codec: Codec, sent: Sequence[Tensor], arrived: Sequence[Tensor]) -> tuple[float, float]:
-    """Return relative and token error."""
+def _errors(
+    codec: Codec, sent: Sequence[Tensor], arrived: Sequence[Tensor], direction: str
+) -> tuple[float, float]:
+    """Return relative and token error; this is inf of activations with tokens of which nothing arrives."""
     bound = max((codec.error_bound(TensorSpec.of(x)) for x in sent), default=0.0)
     if bound == 0:
         return 0.0, 0.0
     found = measure_error(sent, arrived)
     if math.isnan(found.relative_error) or found.message_norm == 0:  # zeros say nothing about other messages
         return math.inf, math.inf
-    return max(found.relative_error, MIN_ERROR), max(found.token_error, MIN_ERROR)
+    loses = direction == "forward" and found.lost_rows > 0
+    return max(found.relative_error, MIN_ERROR), math.inf if loses else max(found.token_error, MIN_ERROR)
 
 
 def _summarize(rows: Sequence[Measurements], accumulated: GradientError) -> Measurements:

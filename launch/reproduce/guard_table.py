@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from ds_compress.config import Config
-from ds_compress.monitor.limits import MessageQuality
+from ds_compress.monitor.limits import LOSSLESS
 from launch.reproduce.costs import lost
 from launch.reproduce.presets import HELD_OUT
 from launch.reproduce.run import Row
@@ -29,7 +29,8 @@ def warns(row: Row) -> bool:
     others = set(row["warnings"]) - {"gradient_error"}
     if row["diverged"] or others or row["gradient_error"] > guard.gradient_error:
         return True
-    shares = MessageQuality(row["error_forward"] or 0.0, row["gradient_error"], 0.0, 0.0).shares(guard)
+    errors = {"error": row["error_forward"] or 0.0, "gradient_error": row["gradient_error"]}
+    shares = LOSSLESS._replace(**errors).shares(guard)
     if METRICS[row["task"]] == "perplexity":
         on, off = math.log(row["perplexity_on"]), math.log(row["perplexity_off"])
         shares["loss"] = abs(on - off) / off / guard.loss

@@ -56,6 +56,7 @@ def test_all_rows_count_alike_beside_a_sink(dtype):
     assert found.token_error == pytest.approx(0.5 * math.sqrt(254 / 255), rel=1e-3)
     lost = measure_error([x], [torch.cat([x[:1], torch.zeros_like(x[1:])])])
     assert lost.token_error == pytest.approx(math.sqrt(254 / 255), rel=1e-3), "a row that is lost has error 1"
+    assert found.lost_rows == 0 and lost.lost_rows == pytest.approx(254 / 255)
 
 
 def test_a_tiny_row_that_becomes_large_hides_no_other_error():
@@ -75,10 +76,11 @@ def test_rows_are_those_of_matrices_and_the_samples_of_images(shape, rows):
 
 def test_nothing_sent_is_no_error():
     zero = torch.zeros(4)
-    assert measure_error([zero], [zero])[1:] == measure_error([zero[:0]], [zero[:0]])[1:] == (0.0, 0.0, 1.0)
-    assert measure_error([zero], [zero + 1])[1:] == (math.inf, math.inf, 0.0)
+    for nothing in (zero, zero[:0]):
+        assert measure_error([nothing], [nothing])[1:] == (0.0, 0.0, 1.0, 0.0)
+    assert measure_error([zero], [zero + 1])[1:] == (math.inf, math.inf, 0.0, 0.0)
     ints = torch.arange(3)
-    assert measure_error([ints], [ints + 1]) == MessageError(0.0, 0.0, 0.0, 1.0)
+    assert measure_error([ints], [ints + 1]) == MessageError(0.0, 0.0, 0.0, 1.0, 0.0)
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])

@@ -92,7 +92,7 @@ def test_a_sink_hides_no_other_token():
     assert set(values) == set(SendingMeter.COLUMNS)
     lasting = {"residual_share": 0.0}
     found = MessageQuality.of({**values, **lasting}, {}, "forward")
-    assert [each.limit for each in found.violations(boundary.config.block.guard)] == ["error"]
+    assert [each.limit for each in found.violations(boundary.config.block.guard)] == ["error", "lost_rows"]
 
 
 def channel(direction, memory, loss_scale=1.0):
@@ -141,6 +141,7 @@ FINE = {
     "gradient_error": 0.0,
     "residual_share": 0.0,
     "nonfinite_share": 0.0,
+    "lost_rows": 0.0,
 }
 
 
@@ -164,6 +165,13 @@ def test_limits_of_messages():
     assert over({"token_error": 0.93}, error=1)[0] == []
     zeros = {"message_norm": 0.0, "token_error": math.inf}
     assert over(zeros)[0] == [], "error feedback sent what it had held back"
+
+
+def test_tokens_of_which_nothing_arrives_are_reported_however_few():
+    """3 of 4,096 tokens raise the token error by 0.03, and the norm of the gradient by 1e5."""
+    found, note = over({"token_error": 0.1, "lost_rows": 3 / 4096})
+    assert found == ["lost_rows"] and "nothing left of 0.0732 % of the tokens" in note
+    assert over({"lost_rows": 0.5}, direction="backward")[0] == []
 
 
 def test_gradients_are_judged_by_what_does_not_average_out():
