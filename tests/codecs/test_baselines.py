@@ -8,7 +8,6 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ds_compress.codecs  # noqa: F401  (registers)
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.errors import CompressionError
 from tests.support.codecs import error_of, roundtrip
@@ -34,11 +33,6 @@ def test_minmax_golden_ties_go_to_even():
     assert codes.tolist() == [[0 | 2 << 2 | 3 << 4 | 2 << 6, 0 | 2 << 2 | 0 << 4 | 3 << 6]]
     assert bounds.tolist() == [[0, 3]]
     assert roundtrip({"name": "minmax", "bits": 2}, x).tolist() == [0, 0, 2, 2, 3, 0, 2, 3]
-
-
-def test_minmax_zero_is_off_the_grid_of_signed_values():
-    x = torch.tensor([-1.0, 0, 1, 1])
-    assert torch.allclose(roundtrip({"name": "minmax", "bits": 2}, x), torch.tensor([-1, 1 / 3, 1, 1]))
 
 
 def test_minmax_constants_stay():
@@ -110,14 +104,6 @@ def test_any_bits_survive(data, repeat, dtype):
     data = data[: len(data) // dtype.itemsize * dtype.itemsize]
     x = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
     assert torch.equal(bits(round_trip(x)), bits(x))
-
-
-@pytest.mark.parametrize("dtype", DTYPES[:4])
-def test_every_pattern_of_a_16_bit_number(dtype):
-    pattern = torch.arange(-(2**15), 2**15).to(BITS[dtype.itemsize]) << (8 * dtype.itemsize - 16)
-    x = pattern.view(dtype)
-    assert x.isnan().any() and x.isinf().any() and (bits(x) == bits(torch.tensor([-0.0], dtype=dtype))).any()
-    assert torch.equal(bits(round_trip(x)), pattern)
 
 
 @pytest.mark.parametrize(

@@ -164,11 +164,6 @@ def compare_backends(bits):
                 assert_same_bits(ours, decode(code, frame, dtype, 99))
 
 
-def test_zeros_arrive_as_zeros():
-    for setting in CODECS:
-        assert not send(setting, torch.zeros(32, 256), step=2).any()
-
-
 def test_the_two_sides_need_the_same_context():
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     assert not torch.equal(send(CODECS[0], x, step=3), send(CODECS[0], x, step=4))

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from ds_compress.codec import Context, TensorSpec, build
-from ds_compress.codecs.shapes import arithmetic_dtype, as_message, boundary_noise, matrix_shape
-from ds_compress.kernels.numerics import is_finite
-from tests.support.codecs import DTYPES, TOLERANCE, relative_error, send
+from ds_compress.codecs.shapes import boundary_noise
+from ds_compress.testing import relative_error
+from tests.support.codecs import DTYPES, send
 from tests.support.messages import low_rank_matrix, with_spectrum
+
+TOLERANCE = {"bf16": 2e-2, "fp32": 1e-5}
 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp32"])
@@ -23,7 +25,7 @@ def test_exact_up_to_its_rank(dtype, wire, rank):
         out = send(codec, x, sender, receiver)
     # rounding to the message's own dtype has made its rank full
     tolerance = TOLERANCE["bf16"] if dtype in (torch.bfloat16, torch.float16) else TOLERANCE[wire]
-    assert relative_error(out, x) < tolerance
+    assert relative_error(x, out) < tolerance
 
 
 def test_is_powersgd():
@@ -43,7 +45,7 @@ def test_warm_start_improves_to_the_best_approximation():
     codec = build({"name": "lowrank", "rank": 4, "dtype": "fp32"})
     x = with_spectrum(0.9, 128, 64)
     sender, receiver = Context(), Context()
-    errors = [relative_error(send(codec, x, sender, receiver), x) for _ in range(30)]
+    errors = [relative_error(x, send(codec, x, sender, receiver)) for _ in range(30)]
     singular = torch.linalg.svdvals(x.double())
     best = (singular[4:].norm() / singular.norm()).item()
     assert errors[0] > 1.1 * best
@@ -84,8 +86,9 @@ def test_first_message_does_not_depend_on_the_step():
     ],
 )
 def test_never_more_numbers_than_the_message(shape, rank, expected):
-    codec = build({"name": "lowrank", "rank": rank})
-    assert tuple(part for part, _ in codec.layout(TensorSpec(shape, torch.float32))) == expected
+    codec, spec = build({"name": "lowrank", "rank": rank}), TensorSpec(shape, torch.float32)
+    assert tuple(part for part, _ in codec.layout(spec)) == expected
+    assert codec.gaussian_error_bound(spec) < 1
 
 
 @pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
@@ -102,7 +105,7 @@ def test_non_finite_is_visible_and_leaves_the_memory(dtype, bad):
     broken[3, 5] = bad
     assert not send(codec, broken, sender, receiver).isfinite().all()
     assert all(torch.equal(sender.memory[key], before[key]) for key in before)
-    assert relative_error(send(codec, x, sender, receiver), x) < TOLERANCE["bf16"]
+    assert relative_error(x, send(codec, x, sender, receiver)) < TOLERANCE["bf16"]
 
 
 def test_zero_is_exact_and_forgotten():
@@ -126,40 +129,6 @@ def test_memory_keeps_weak_directions():
     for _ in range(20):
         out = send(codec, x, sender, receiver)
     torch.testing.assert_close(u[:, 3] @ out @ v[:, 3], torch.tensor(1.0), rtol=0, atol=0.05)
-
-
-@pytest.mark.parametrize(
-    "shape, expected",
-    [((), (1, 1)), ((5,), (1, 5)), ((2, 3, 5), (6, 5)), ((0, 5), (0, 5)), ((4, 0), (4, 0)), ((0,), (1, 0))],
-)
-def test_shape(shape, expected):
-    assert matrix_shape(shape) == expected
-    assert torch.zeros(shape).reshape(expected).shape == expected
-
-
-def test_bf16_stays_bf16_only_on_a_bf16_wire():
-    bf16, fp16, fp32, fp64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-    assert arithmetic_dtype(bf16, bf16) == bf16
-    assert {arithmetic_dtype(dtype, bf16) for dtype in (fp16, fp32, fp64)} == {fp32}
-    assert {arithmetic_dtype(dtype, fp32) for dtype in (bf16, fp16, fp32, fp64)} == {fp32}
-
-
-@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
-@pytest.mark.parametrize("at", [0, 37, 63])
-def test_is_finite_sees_one_bad_value(bad, at):
-    x = torch.full((8, 8), 3e38)
-    assert is_finite(x)
-    x.view(-1)[at] = bad
-    assert not is_finite(x)
-    assert is_finite(x[:0])
-
-
-def test_fp16_saturates_but_keeps_inf_and_nan():
-    inf, nan = float("inf"), float("nan")
-    spec = TensorSpec((2, 3), torch.float16)
-    out = as_message(torch.tensor([[7e4, -7e4, 1.5, inf, -inf, nan]]), spec)
-    expected = torch.tensor([[65504, -65504, 1.5], [inf, -inf, nan]], dtype=torch.float16)
-    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_noise_belongs_to_the_boundary_alone():

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from ds_compress.cli.bench import SINK, benchmark_tensor, size_and_error
 from ds_compress.codec import build
 from ds_compress.codecs.message_error import MessageError, compare, measure_error
-from tests.support.codecs import FIRST_ROW, first_row_codec
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+from tests.support.codecs import DTYPES, FIRST_ROW, first_row_codec
 
 
 def in_float64(x, y):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from ds_compress import config  # noqa: F401  (registers the codecs)
 from ds_compress.cli.bench import contexts
 from ds_compress.codec import CODECS, Codec, TensorSpec, build, fill, names
 from ds_compress.errors import CompressionError

@@ -48,10 +48,6 @@ def train_counting(config):
     return losses, [(counters.messages, counters.raw_bytes / counters.wire_bytes) for counters in sent]
 
 
-def test_it_has_20_lines():
-    assert sum(bool(line.strip()) for line in FILE.read_text().splitlines()) <= 20
-
-
 def test_contract():
     check_codec("half_scale")
 

@@ -109,18 +109,23 @@ def pairs():
 @pytest.mark.parametrize("feedback, choice", pairs(), ids=str)
 @pytest.mark.extended(keep=40)
 def test_feedback_forgets_the_ends_of_the_range(feedback, choice, dtype, backend):
-    """The state of ef21 was inf from then on, and the residual of ef as large as what it had lost."""
+    """The state of ef21 was inf from then on, and the residual of ef as large as what it had lost. A mask of
+    `finfo.min` in the warm-up became state, too: every later message arrived as nan."""
     shape = (3, 8, 32)
     torch.manual_seed(0)
     x = torch.randn(shape).to(dtype)
     where = {"sample_ids": ids(1, 2, 3)}
     calm = None
-    for name, extreme in [("none", x), *extremes(x).items()]:
+    met = {"none": x} | extremes(x)
+    for name, in_warmup in [*((name, False) for name in met), ("a column", True)]:
         pair = AQPair(choice, feedback)
         for step in range(2):
             pair.observe(x, step=step, **where)
-        assert pair(x, step=2, **where).isfinite().all()
-        assert pair(extreme, step=3, **where).isfinite().all(), name
+        if in_warmup:
+            pair.observe(met[name], step=2, **where)
+        else:
+            assert pair(x, step=2, **where).isfinite().all()
+            assert pair(met[name], step=3, **where).isfinite().all(), name
         arrived = [pair(x, step=step, **where) for step in range(4, 8)]
         assert all(each.isfinite().all() for each in arrived), name
         error = (sum(each.double() for each in arrived) / len(arrived) - x.double()).norm()

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ds_compress.codecs  # noqa: F401  (registers)
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.codecs import sparse
 from ds_compress.errors import CompressionError
@@ -16,10 +15,9 @@ from ds_compress.kernels.backends import reference
 from ds_compress.kernels.topk import cpu as compiled
 from ds_compress.kernels.topk.cpu import sample_plan
 from ds_compress.kernels.topk.selection import Selection, largest
-from tests.support.codecs import roundtrip, send
+from tests.support.codecs import DTYPES, roundtrip, send
 
 SHAPES = [(), (0,), (1,), (7,), (3, 0), (0, 5), (3, 5), (2, 3, 205)]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SELECTING = [
     {"name": "topk"},
     {"name": "topk", "density": 1.0},
@@ -202,43 +200,11 @@ def test_exact_is_the_specification_ties_and_nan_included(x, dtype, data):
         assert largest(x, k).indices.tolist() == expected
 
 
-def test_the_unit_vector_of_the_paper():
-    x = torch.tensor([[3, -5, 0, 1, -2, 4, 0.5, -0.1, 2, -6]])
-    assert largest(x, 3).indices.tolist() == [1, 5, 9]
-    assert largest(x, 2).indices.tolist() == [1, 9]
-
-
 @pytest.mark.parametrize(
-    "length, density, k",
-    [
-        (65536, 0.1, 6554),
-        (786432, 0.1, 78644),
-        (10, 0.2, 2),
-        (10, 0.7, 7),
-        (3, 1.0, 3),
-        (5, 0.01, 1),
-        (0, 0.5, 0),
-        (1, 1e-9, 1),
-    ],
+    "length, density, k", [(786432, 0.1, 78644), (10, 0.7, 7), (3, 1.0, 3), (5, 0.01, 1), (0, 0.5, 0)]
 )
 def test_how_many_are_kept(length, density, k):
     assert sparse.count_kept(length, density) == k
-
-
-@pytest.mark.parametrize(
-    "shape, scope, expected",
-    [
-        ((4, 3, 2), "sample", (4, 6)),
-        ((4, 3, 2), "tensor", (1, 24)),
-        ((5,), "sample", (1, 5)),
-        ((), "sample", (1, 1)),
-        ((0, 3), "sample", (0, 0)),
-        ((3, 0), "sample", (3, 0)),
-        ((3, 0), "tensor", (1, 0)),
-    ],
-)
-def test_rows(shape, scope, expected):
-    assert sparse.rows_of(shape, scope) == expected
 
 
 @settings(deadline=None, max_examples=60)

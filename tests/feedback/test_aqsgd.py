@@ -8,7 +8,6 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import ds_compress  # noqa: F401
 from tests.feedback.test_feedback_pipeline import assert_sides_equal, digests
 from tests.support.pipeline import (
     MICRO_BATCHES,

@@ -6,7 +6,6 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-import ds_compress  # noqa: F401
 from tests.support.pipeline import batches, build, ds_config
 from tests.support.ranks import run_ranks
 

@@ -4,12 +4,12 @@ from contextlib import contextmanager
 
 import torch
 
-import ds_compress.codecs  # noqa: F401 - registers
 from ds_compress.codec import CODECS, Codec, CodecOptions, Context, TensorSpec, build, register
 from ds_compress.codecs.mixins import ObservesWarmup, VariableSizePayload, layers
 from ds_compress.feedback import FEEDBACKS
 from ds_compress.kernels.quantize.grid import Grid
 from ds_compress.kernels.topk.reference import as_integers
+from ds_compress.testing import relative_error
 
 
 def roundtrip(choice, x, **context):
@@ -23,7 +23,7 @@ def bits_per_value(choice, x):
 
 
 def error_of(choice, x, **context):
-    return ((roundtrip(choice, x, **context).double() - x.double()).norm() / x.double().norm()).item()
+    return relative_error(x, roundtrip(choice, x, **context))
 
 
 @contextmanager
@@ -92,21 +92,7 @@ def assert_same_bits(ours, theirs) -> None:
         assert torch.equal(mine, its)
 
 
-def relative_error(out, x):
-    return ((out.double() - x.double()).norm() / x.double().norm()).item()
-
-
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-TOLERANCE = {"bf16": 2e-2, "fp32": 1e-5}
-
-
-def observed(codec, *tensors, **context):
-    """Contexts of both sides after a warm-up of `tensors`."""
-    sides = Context(**context), Context(**context)
-    for x in tensors:
-        for side in sides:
-            codec.observe(x, side)
-    return sides
 
 
 def send(codec, x, sender, receiver):

@@ -16,7 +16,6 @@ from pathlib import Path
 import deepspeed
 import torch
 
-import ds_compress  # noqa: F401  (hooks the engine)
 from launch.ports import reserved_port
 from tests.support.interpreters import TRAINING, interpreter
 from tests.support.network import ADDRESSES, WIRE, Hosts, reason_for_none, two_hosts

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import ds_compress.codecs  # noqa: F401 - registers
 from tests.support.ranks import once
 
 WIDTH, CONTEXT, BATCH = 64, 64, 16

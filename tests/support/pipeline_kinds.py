@@ -29,7 +29,6 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
-import ds_compress  # noqa: F401  (hooks the engine)
 from tests.support.pipeline import (
     WIDTH,
     CopiedTurned,

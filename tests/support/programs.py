@@ -24,7 +24,6 @@ from deepspeed.runtime.pipe.schedule import (
     SendGrad,
 )
 
-import ds_compress  # noqa: F401  (hooks the engine)
 from tests.support.pipeline import batches, build, ds_config, layers, loss_fn, weights
 
 STEPS = 3

@@ -21,7 +21,7 @@ import deepspeed
 import torch
 import torch._dynamo  # by the first optimizer: here once, and not in each rank
 
-import ds_compress.engine.attach  # noqa: F401  (by the first engine, as is what follows)
+import ds_compress.engine.attach  # noqa: F401  (hooks the engine and registers codecs, for all tests)
 from launch.ports import reserved_port
 
 with contextlib.suppress(ImportError):  # another release of DeepSpeed may not have it
