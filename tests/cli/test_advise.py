@@ -167,12 +167,8 @@ def test_a_codec_that_does_not_make_messages_smaller_still_takes_its_time(capsys
 def test_boundaries_of_a_recipe(capsys, recipe):
     """Boundary 0 was once taken for all of them, and boundary 2 of four stages said not to be there."""
     for number in ("2", "0"):
-        words = (
-            "--gbps",
-            "1",
-            *FAST_CODECS,
-            *recipe({"boundaries": {number: {"forward": {"codec": "bf16"}}}}),
-        )
+        mine = recipe({"boundaries": {number: {"forward": {"codec": "bf16"}}}})
+        words = ("--gbps", "1", *FAST_CODECS, *mine)
         error = advise(capsys, *words, code=2)
         assert "recipe mine: ds_compress.boundaries: gives boundaries codecs" in error
     advise(capsys, *words, "--stages", "2")
@@ -196,13 +192,10 @@ def test_the_best_recipe_is_not_compared_with_itself(capsys):
         (["--gbps", "1", "--stages", "1"], "--stages: 1 is not allowed: should be 2 or more"),
         (["--gbps", "1", "--forward-ms", "1,2"], "--forward-ms: 2 numbers for 4 stages; give 1 or 4"),
         (["--gbps", "-1"], "argument --gbps: '-1' is not allowed: should be 1e-06 to 1e+06"),
-        (["--gbps", "1", "--latency-ms", "-2"], "argument --latency-ms: '-2' is not allowed"),
-        (["--gbps", "1", "--depth", "0"], "argument --depth: '0' is not allowed: should be 1 to 32"),
         (["--gbps", "1", "--depth", "deep"], "argument --depth: 'deep' is not allowed"),
-        (["--gbps", "1", "--memory-gb", "nan"], "argument --memory-gb: 'nan' is not allowed"),
+        # torch's own error was a traceback: Torch not compiled with CUDA enabled
         (["--gbps", "1", "--device", "cuda:99"], "argument --device: 'cuda:99' is not here; allowed: cpu"),
         (["--gbps", "1", "--quality", "best"], "argument --quality: invalid choice: 'best'"),
-        (["--gbps", "1", "--max-error", "-1"], "argument --max-error: '-1' is not allowed"),
         (
             ["--gbps", "1", "--held-mb", "5"],
             "unrecognized arguments: --held-mb 5; --held-mb is now --activation-mb",

@@ -4,8 +4,6 @@ import html
 import html.parser
 import json
 import math
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,7 +17,6 @@ from ds_compress.monitor.metrics import label, replicas_label
 from tests.support.launch_scripts import read_run, write_csv
 
 PLOTS = {"loss.png", "bytes.png", "step_time.png"}
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 def write_run(folder, wire, loss=1.0, boundaries=2, error=0.1):
@@ -269,31 +266,3 @@ def test_a_headline_has_what_the_guard_measured(tmp_path):
     assert headline(read_run(tmp_path / "topk"), None).endswith(
         "the guard last measured +0.250 loss by compression"
     )
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
-def test_a_browser_shows_it(tmp_path):
-    """The page is rendered, and every image in it was decoded."""
-    from matplotlib.image import imread
-
-    main(["report", *runs(tmp_path), "--out", str(tmp_path / "out")])
-    shot = tmp_path / "shot.png"
-    quiet = ("quic", "background-networking", "component-update", "sync")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--window-size=1100,2400"]
-    flags += [f"--disable-{name}" for name in quiet]
-    subprocess.run(
-        [
-            CHROMIUM,
-            *flags,
-            f"--user-data-dir={tmp_path}/profile",
-            f"--screenshot={shot}",
-            f"file://{tmp_path}/out/report.html",
-        ],
-        capture_output=True,
-        check=True,
-    )
-    pixels = imread(shot)[..., :3]
-    assert pixels.shape[:2] == (2400, 1100)
-    # plots of 9 x 5 inches one below the other: ink far down, which text alone would not reach
-    inked = (pixels.min(axis=2) < 0.9).any(axis=1)
-    assert inked[1700:].any() and inked.mean() > 0.5

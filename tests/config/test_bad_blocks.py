@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from ds_compress.config import Config
-from ds_compress.errors import CompressionError
+from tests.support.refusals import refusal
 
 
 def topk(**options: Any) -> dict[str, Any]:
@@ -33,64 +33,36 @@ BAD = [
     ("codec", "topk", ": unknown key", "allowed: enabled, recipe, quality, forward"),
     ("enabled", "yes", ": 'yes'", 'allowed: true, false, "required"'),
     ("forward", "topk", ": 'topk'", "object"),
-    ("forward.codek", "topk", ": unknown key", "did you mean 'codec'"),
     ("forward.codec", "top_k", ": 'top_k' is not registered", "did you mean 'topk'"),
     ("backward.codec", {"name": "top_k"}, ".name: 'top_k' is not", "known: "),
     ("forward.codec", {"bits": 4}, ".name: missing", "known: "),
     ("forward.codec", None, ": None is neither", "known: "),
     ("forward.codec", {"name": ["topk"]}, ".name: ['topk']", "known: "),
     ("forward.codec", topk(k=5), ".k: unknown key", "density"),
-    ("forward.codec", topk(densty=0.1), ".densty", "mean 'density'"),
     ("forward.codec", topk(density=-0.1), ".density", "greater than 0"),
     ("forward.codec", topk(density="0.1"), ".density: '0.1'", "number"),
     ("forward.codec", topk(density=float("nan")), ".density: nan", ""),
     ("forward.codec", topk(indices="bitmsk"), ".indices", "'bitmask'"),
-    ("forward.codec", topk(rows="row"), ".rows: 'row'", "'sample'"),
     ("forward.codec", topk(indices="reuse"), ": topk(", "backward"),
-    ("forward.codec", quantize(bits=0), ".bits: 0", "greater than"),
     ("forward.codec", quantize(bits=4.5), ".bits: 4.5", "integer"),
     ("forward.codec", quantize(bits=True), ".bits: True", "integer"),
-    ("forward.codec", quantize(scale_dtype="fp16"), ".scale_dtype", "bf16"),
     ("forward.codec", {"name": "minmax", "bits": 32}, ".bits: 32", "less than"),
     ("forward.codec", {"name": "none", "bits": 4}, ".bits: unknown", "allowed: none"),
-    ("forward.feedback", "ef2", ": 'ef2' is not registered", "known: "),
-    ("forward.feedback", {}, ".name: missing", "known: "),
     ("forward.feedback", {"name": "none", "beta": 1}, ".beta: unknown key", ""),
     ("boundaries", [], ": []", "should be an object"),
     ("boundaries", {"first": {}}, "", "'first' is not the number of a boundary"),
-    ("boundaries", {"-1": {}}, "", "'-1' is not the number of a boundary"),
-    ("boundaries.0.codec", "topk", ": unknown key", "forward, backward"),
-    ("boundaries.0.forward.codec", "topq", ": 'topq'", "known"),
     ("boundaries.1.backward.codec", topk(density=2), ".density: 2", "less than"),
     ("warmup_steps", -1, ": -1", "greater than or equal to 0"),
-    ("warmup_steps", 1.5, ": 1.5", "integer"),
-    ("warmup_epochs", -1, ": -1", "greater than or equal to 0"),
     ("eval", "on", ": 'on' is not allowed", "'compressed', 'uncompressed'"),
-    ("min_numel", -5, ": -5", "greater than or equal to 0"),
     ("tensors", "small", ": 'small'", 'allowed: "large", or a list'),
-    ("tensors", [], ": []", "a list of positions"),
     ("tensors", [0, -1], ": [0, -1]", "positions from 0"),
     ("tensors", [True], ": [True]", "a list of positions"),
-    ("link", "eager", ": 'eager'", "object"),
-    ("link.mode", "eagre", ": 'eagre' is not allowed", "did you mean 'eager'"),
-    ("link.modes", "eager", ": unknown key", "did you mean 'mode'"),
-    ("link.depth", 0, ": 0", "equal to 1"),
     ("link.depth", 33, ": 33", "equal to 32"),
     ("link", {"depth": 2, "mode": "blocking"}, ".depth: 2 is not allowed with mode 'blocking'", "use mode"),
     ("link.depth", "auot", ": 'auot' is not allowed", "did you mean 'auto'"),
     ("link.depth", True, ": True is not allowed", "integer"),
-    (
-        "link",
-        {"depth": "auto", "mode": "blocking"},
-        ".depth: 'auto' is not allowed with mode",
-        "use mode 'eager'",
-    ),
-    ("link.memory_gb", 0, ": 0", "greater than 0"),
-    ("link.timeout_s", 0, ": 0", "equal to 1"),
     ("link.checksum", 1, ": 1", "valid boolean"),
     ("checkpoint", {"state": "int8"}, ": unknown key", "(removed: state is stored exactly"),
-    ("monitor.every", -1, ": -1", "greater than or equal to 0"),
-    ("seed", -1, ": -1", "greater than or equal to 0"),
     # words of earlier releases are refused with the new one: none is misread, none is guessed at
     ("forward.codec", quantize(hadamard="auto"), ".hadamard: 'auto' is not allowed", "a valid boolean"),
     (
@@ -112,31 +84,20 @@ BAD = [
     ("recipe", "autos", ": 'autos' is not a recipe (did you mean 'auto'?)", ""),
     # replicas
     ("replicas", {"codec": "lowrank", "every": 30}, ".codec: lowrank is not allowed", ""),
-    (
-        "replicas",
-        {"codec": "lowrank", "feedback": "ef_mixed"},
-        ".feedback: 'ef_mixed' is not allowed with",
-        "",
-    ),
+    ("replicas", {"codec": "lowrank", "feedback": "ef_mixed"}, ".feedback: 'ef_mixed' is not allowed", ""),
     ("replicas", {"codec": "lossless"}, ".codec: lossless is not allowed", ""),
     ("replicas", {"codec": topk(indices="reuse")}, ".codec: topk(indices=reuse) is not allowed", ""),
-    ("replicas", {"codec": "quantise"}, ".codec: 'quantise' is not registered", "did you mean 'quantize'?"),
     ("replicas", {"codec": "quantize", "feedback": "ef21"}, ".feedback: 'ef21' is not allowed", ""),
-    ("replicas", {"codec": "quantize", "feedback": "aqsgd"}, ".feedback: 'aqsgd' is not allowed", ""),
-    ("replicas", {"codec": "quantize", "every": 0}, ".every: 0 is not allowed", ""),
     ("replicas", {"every": 30, "parameters": 4}, ".parameters: 4 is not allowed with every above 1", ""),
     ("replicas", {"outer": {}, "warmup_steps": 9}, ".warmup_steps: 9 is not allowed with every above 1", ""),
-    ("replicas.outer", {"momentum": 1.0}, ".momentum: 1.0 is not allowed", ""),
     (
         "replicas",
         {"every": 30, "outer": {"delay": 31}},
         ".outer.delay: 31 is not allowed with",
         "from 0 to 30",
     ),
-    ("replicas.outer", {"delayed": False}, ".delayed: unknown key (did you mean 'delay'?)", ""),
     ("replicas", {"parameters": 4}, ".parameters: 4 is not allowed with codec 'none'", ""),
     ("replicas.parameters", 5, ": 5 is not allowed; allowed: 'none', 4, 8", ""),
-    ("replicas", {"bucket_mb": 0}, ".bucket_mb: 0 is not allowed", ""),
     *(
         ("replicas", {"codec": codec, **more}, f".codec: {codec['name']}", "bits per value, DeepSpeed 32;")
         for codec in (
@@ -145,7 +106,6 @@ BAD = [
         )
         for more in ({"feedback": "ef"}, {"every": 30})
     ),
-    ("replicas", "quantize", ": 'quantize' is not allowed: should be an object", ""),
     *(
         ("replicas", {"codec": "quantize", "feedback": "ef", "policy": policy}, f".policy{start}", "")
         for policy, start in (
@@ -171,7 +131,6 @@ BAD = [
             ({"name": "lowrank", "rank": 2}, ": 'lowrank' cannot send first visits"),
             (topk(indices="reuse"), ": 'topk' cannot send first visits"),
             ("quantise", ": 'quantise' is not registered (did you mean 'quantize'"),
-            (quantize(bits=9), ".bits: 9"),
             (4, ": 4 is neither a name nor an object"),
         )
     ),
@@ -183,9 +142,6 @@ AUTO = {"recipe": "auto"}
 LOSSY = {"forward": {"codec": "quantize"}}
 BAD_BLOCKS = [
     (None, ": None", "is not an object"),
-    ([], ": []", "is not an object"),
-    ("topk", ": 'topk'", "is not an object"),
-    (True, ": True", "is not an object"),
     (
         {"backward": {"codec": topk(indices="reuse", density=0.2)}, "forward": {"codec": "topk"}},
         ".backward.codec: topk.density: 0.2",
@@ -219,7 +175,6 @@ BAD_BLOCKS = [
     ({**AUTO, "link": {"memory_gb": 2.0, "depth": 3}}, ".link.memory_gb: 2 limits depth 'auto', but", ""),
     ({**LOSSY, "guard": {"every": 0, "action": "stop"}}, ".guard.action: 'stop'", "with guard.every 0"),
     ({"quality": "safe"}, ".quality: 'safe' is not allowed with no recipe 'auto'; allowed: a", ""),
-    ({"recipe": "bf16", "quality": "safe"}, ".quality: 'safe' is not allowed with no recipe", ""),
     ({**AUTO, "quality": "good"}, ".quality: 'good'", ""),
     ({**AUTO, "quality": None}, ".quality: None", "is not allowed with recipe 'auto'"),
     ({**AUTO, "forward": {"codec": "bf16"}}, ".forward:", "is not allowed with recipe 'auto'"),
@@ -240,8 +195,5 @@ def test_bad_block(block, start, inside):
 
 
 def assert_refused(block, start, inside):
-    with pytest.raises(CompressionError) as caught:
-        Config(block)
-    message = str(caught.value)
-    assert message.startswith(f"ds_compress{start}")
-    assert inside in message and "\n" not in message
+    message = refusal(Config, block)
+    assert message.startswith(f"ds_compress{start}") and inside in message

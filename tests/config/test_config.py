@@ -11,6 +11,7 @@ from ds_compress.cli.check import message_sizes, read_block
 from ds_compress.codec import CODECS, TensorSpec
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
+from tests.support.refusals import refusal
 
 
 def test_documented_block_is_accepted():
@@ -117,10 +118,7 @@ ACCORDION = {"name": "accordion", "forward": {"bits": [8, 4]}}
 
 UNUSED = [
     ({"warmup_steps": 5}, "warmup_steps: 5 has no effect: no codec is set"),
-    ({"warmup_epochs": 5}, "warmup_epochs: 5 has no effect: no codec is set"),
     ({"eval": "both"}, "eval: 'both' has no effect: no codec is set"),
-    ({"tensors": [0]}, "tensors: [0] has no effect: no codec is set"),
-    ({"min_numel": 9}, "min_numel: 9 has no effect: no codec is set"),
     ({"recipe": "none", "warmup_steps": 5}, "warmup_steps: 5 has no effect: no codec is set"),
     ({**LOSSY, "tensors": [0], "min_numel": 5}, "min_numel: 5 has no effect: tensors names positions"),
     ({"backward": {"codec": "topk"}, "eval": "compressed"}, "eval: 'compressed' has no effect: activations"),
@@ -135,10 +133,6 @@ UNUSED = [
     (
         {"boundaries": {"1": {"backward": {"codec": "none", "feedback": "ef"}}}},
         "boundaries.1.backward.feedback: 'ef' has no effect: its codec is 'none'",
-    ),
-    (
-        {"boundaries": {"1": {"forward": {"feedback": "ef"}}}},
-        "boundaries.1.forward.feedback: 'ef' has no effect: its codec is 'none'",
     ),
     ({**LOSSY, "guard": {"loss": 0.1, "every": 0}}, "guard.loss: 0.1 has no effect: guard.every is 0"),
     ({**WITH_EF, "guard": {"loss": 0.1}}, "guard.loss: 0.1 has no effect: activations have a feedback"),
@@ -292,9 +286,7 @@ def test_read_as_deepspeed_does(tmp_path, name):
     if isinstance(theirs, dict):
         assert read_block(file) == theirs
     else:
-        with pytest.raises(CompressionError) as caught:
-            read_block(file)
-        assert str(caught.value).startswith(f"{file}: ") and "\n" not in str(caught.value)
+        assert refusal(read_block, file).startswith(f"{file}: ")
 
 
 def test_what_the_corpus_holds(tmp_path):

@@ -171,19 +171,12 @@ ANY_JSON = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
-@given(ANY_JSON)
-def test_any_json(value):
-    refusal(value)
-    if isinstance(value, dict):
-        for key in value:
-            assert key in Block.model_fields or refusal(value)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.sampled_from([keys for *_, keys in models() if keys]), ANY_JSON)
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from([keys for *_, keys in models()]), ANY_JSON)
 def test_any_json_at_any_place(keys, value):
-    refusal(put({}, keys, value))
+    """The block itself is the first place."""
+    line = refusal(put({}, keys, value) if keys else value)
+    assert line or keys or set(value) <= Block.model_fields.keys()
 
 
 NOT_NUMBERS = ["00", "01", "+1", "-1", "1.0", " 1", "1 ", "1_0", "٣", "²", "0x1", "", "9" * 40, 0, None]
