@@ -11,7 +11,6 @@ import pytest
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
 
-import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.engine import attach, cleanup
 from ds_compress.errors import CompressionError
 from tests.support.pipeline import batches, build, ds_config, layers

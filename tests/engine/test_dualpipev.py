@@ -7,7 +7,6 @@ import pytest
 import torch
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
-import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from tests.support.pipeline import (
@@ -26,6 +25,7 @@ from tests.support.pipeline import (
     weights,
 )
 from tests.support.ranks import run_ranks
+from tests.support.refusals import refusal
 
 dualpipev = pytest.importorskip("deepspeed.runtime.pipe.dualpipev", reason="this DeepSpeed has no DualPipeV")
 
@@ -176,15 +176,11 @@ def test_the_start_up_line_does_not_promise_a_link_mode():
     assert "active" not in other
 
 
-def refused(block):
-    with pytest.raises(CompressionError) as caught:
-        build(2, block)
-    return str(caught.value)
-
-
 def test_boundaries_are_counted_without_the_turn_around():
     line = 'ds_compress.boundaries.2: there is no such boundary; allowed: "0", "1" [rank 0]'
-    assert run_ranks(2, refused, {"boundaries": {"2": {"forward": {"codec": "bf16"}}}}) == [line] * 2
+    assert (
+        run_ranks(2, refusal, build, 2, {"boundaries": {"2": {"forward": {"codec": "bf16"}}}}) == [line] * 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -192,7 +188,7 @@ def test_boundaries_are_counted_without_the_turn_around():
     [("forward", {"codec": "bf16", "feedback": "aqsgd"}), ("backward", {"codec": "lossless"})],
 )
 def test_messages_of_unknown_size_are_refused(direction, settings):
-    errors = run_ranks(2, refused, {direction: settings})
+    errors = run_ranks(2, refusal, build, 2, {direction: settings})
     assert all(error.startswith(f"ds_compress.{direction}: DualPipeV posts receives") for error in errors)
 
 

@@ -9,7 +9,6 @@ import torch
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from tests.support import programs

@@ -11,7 +11,6 @@ import deepspeed
 import pytest
 import torch
 
-import ds_compress  # noqa: F401
 from ds_compress.codec import CODECS, Context, names
 from ds_compress.codec import build as build_codec
 from ds_compress.codecs.lowrank import LowRank

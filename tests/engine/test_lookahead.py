@@ -133,11 +133,6 @@ def test_a_step_may_grow(number):
     assert all(current is (None if made.buffer_id > 2 else made) for made, current in seen)
 
 
-def test_a_step_may_be_looked_into_on_the_way():
-    seen = followed(lambda step, number: next(iter(step)))
-    assert all(current is made for made, current in seen)
-
-
 def test_what_is_made_twice_leaves_once():
     class Last(TrainSchedule):
         def steps(self):

@@ -5,7 +5,6 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
-import ds_compress  # noqa: F401  (hooks the engine)
 from tests.support.pipeline import (
     MICRO_BATCHES,
     WIDTH,

@@ -7,7 +7,6 @@ import pytest
 import torch
 from deepspeed.pipe import PipelineModule
 
-import ds_compress  # noqa: F401  (hooks the engine)
 from tests.support.pipeline import batches, build, ds_config, layers, log_lines, loss_fn, train
 from tests.support.programs import warnings_of_ours
 from tests.support.ranks import run_ranks

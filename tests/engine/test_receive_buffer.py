@@ -25,19 +25,6 @@ def test_what_is_part_of_other_memory_is_copied():
     assert buffer.clone().untyped_storage().data_ptr() != packet.untyped_storage().data_ptr()
 
 
-def test_what_was_never_taken_is_copied():
-    buffer = receiving(torch.zeros(3, 4))
-    assert buffer.clone().data_ptr() != buffer.data_ptr()
-
-
-def test_messages_of_several_tensors():
-    tensors = torch.zeros(2), torch.zeros(3, dtype=torch.int64)
-    for kind in (tuple, list):
-        buffers = receiving(kind(tensors))
-        assert type(buffers) is kind and all(isinstance(buffer, ReceiveBuffer) for buffer in buffers)
-        assert [buffer.dtype for buffer in buffers] == [torch.float32, torch.int64]
-
-
 def clones(block):
     """Of the activations that came in a step, how many were handed over, and how many copied."""
     engine, data = build(2, ds_config(block)), batches()

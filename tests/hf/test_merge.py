@@ -12,6 +12,7 @@ from ds_compress.hf.settings import read_settings
 from ds_compress.hf.training import FinetuneRun
 from tests.support.finetuning import plain_run
 from tests.support.ranks import run_ranks
+from tests.support.refusals import refusal
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def out(tmp_path):
     return shutil.copytree(plain_run().parent / "out", tmp_path / "out")
 
 
-def refusal(out, capsys):
+def refused(out, capsys):
     """What `merge` says."""
     assert main(["merge", str(out), "--to", str(out.parent / "merged")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -53,7 +54,7 @@ OTHERS = {
 def test_other_adapters_than_those_of_the_checkpoint(out, capsys, changes, expected):
     """With fewer modules the other adapters were dropped, and the exit code was 0."""
     change(out, **changes)
-    assert f"-model_states.pt: lora: {expected}" in refusal(out, capsys)
+    assert f"-model_states.pt: lora: {expected}" in refused(out, capsys)
 
 
 def test_a_run_goes_on_with_the_adapters_that_it_has(out):
@@ -65,24 +66,21 @@ def test_a_run_goes_on_with_the_adapters_that_it_has(out):
 
 
 def resume(path):
-    run = FinetuneRun(read_settings(path))
-    with pytest.raises(CompressionError) as caught:
-        run.resume()
-    return str(caught.value)
+    return refusal(FinetuneRun(read_settings(path)).resume)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"../step6", b"step6\0"])
 def test_a_latest_that_names_no_checkpoint(out, capsys, content):
     """It was a traceback, or a layer was said to be missing."""
     (out / "latest").write_bytes(content)
-    assert "latest: b'" in refusal(out, capsys)
+    assert "latest: b'" in refused(out, capsys)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04 no pickle", b"PK\x03\x04 no archive"])
 def test_a_layer_that_is_damaged(out, capsys, content):
     file = next((out / "step6").glob("layer_02-*"))
     file.write_bytes(content)
-    assert refusal(out, capsys).startswith(f"{file}: damaged: ")
+    assert refused(out, capsys).startswith(f"{file}: damaged: ")
 
 
 def test_a_full_disk(out):

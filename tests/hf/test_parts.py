@@ -3,7 +3,9 @@
 import contextlib
 from collections.abc import Sequence
 
+import bitsandbytes
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig
@@ -13,6 +15,7 @@ from ds_compress.hf import weights
 from ds_compress.hf.model import assign_layers, make_layer_specs
 from ds_compress.hf.part import check_lora
 from tests.support.finetuning import save
+from tests.support.refusals import refusal
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=8), st.data())
@@ -49,9 +52,7 @@ def cuts(layers: int, stages: int):
     ],
 )
 def test_stages_that_cannot_be_are_refused(stages, expected):
-    with pytest.raises(CompressionError) as error:
-        assign_layers([1.0] * 4, stages)
-    assert str(error.value).startswith(expected)
+    assert refusal(assign_layers, [1.0] * 4, stages).startswith(expected)
 
 
 def test_given_stages_are_kept(tmp_path):
@@ -84,9 +85,9 @@ class Slice:
         return getattr(self._stored, name)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mixtral"])
-def test_a_layer_reads_its_own_tensors_and_no_others(tmp_path, monkeypatch, family):
-    save(family, tmp_path)
+@pytest.fixture
+def read(monkeypatch):
+    """Names of the tensors that are read from now on."""
     slices, read = weights.open_slices, []
 
     @contextlib.contextmanager
@@ -95,10 +96,35 @@ def test_a_layer_reads_its_own_tensors_and_no_others(tmp_path, monkeypatch, fami
             yield {name: Slice(name, each, read) for name, each in stored.items()}
 
     monkeypatch.setattr(weights, "open_slices", watched)
+    return read
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mixtral"])
+def test_a_layer_reads_its_own_tensors_and_no_others(tmp_path, read, family):
+    save(family, tmp_path)
     specs, _ = make_layer_specs(tmp_path, 2, None, None, False, 0)
     specs[3].build()
     assert read
     assert all(name.startswith("model.layers.1.") for name in read)
+
+
+def test_a_tensor_is_quantized_before_the_next_one_is_read(tmp_path, monkeypatch, read):
+    """So a rank never holds more than one of them whole."""
+    save("Llama", tmp_path)
+    quantize = bitsandbytes.functional.quantize_4bit
+
+    def quantized(*args, **kwargs):
+        read.append("quantized")
+        return quantize(*args, **kwargs)
+
+    monkeypatch.setattr(bitsandbytes.functional, "quantize_4bit", quantized)
+    lora = LoraConfig(r=4, target_modules="all-linear")
+    specs, _ = make_layer_specs(tmp_path, 2, lora, None, False, 0, "nf4")
+    part = specs[3].build()
+    linear = [event for event in read if event == "quantized" or "proj" in event]
+    assert [event == "quantized" for event in linear] == 7 * [False, True]
+    frozen = [p for name, p in part.named_parameters() if "base_layer" in name]
+    assert {p.dtype for p in frozen} == {torch.uint8}
 
 
 def test_weights_that_are_not_there_are_named(tmp_path):

@@ -1,10 +1,8 @@
 """Pipelines over 4-bit and 8-bit weights train as one process does, resume, and merge into whole weights."""
 
-import contextlib
 import json
 from functools import partial
 
-import bitsandbytes
 import pytest
 import torch
 from deepspeed import initialize
@@ -12,16 +10,15 @@ from peft import LoraConfig, PeftModel, inject_adapter_in_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 from transformers.quantizers import quantizer_bnb_4bit
 
-from ds_compress.errors import CompressionError
-from ds_compress.hf import pipeline_module, weights
+from ds_compress.hf import pipeline_module
 from ds_compress.hf.merge import merge
 from ds_compress.hf.model import make_layer_specs
 from ds_compress.hf.settings import read_settings
 from ds_compress.hf.training import FinetuneRun
-from tests.hf.test_parts import Slice
 from tests.support.finetuning import batch, load_model, losses, perplexity, prepare, run_model, save
 from tests.support.pipeline import ds_config
 from tests.support.ranks import run_ranks
+from tests.support.refusals import refusal
 
 STEPS, RATE = 3, 0.5
 LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, "lora_alpha": 8}
@@ -138,46 +135,19 @@ def test_a_run_is_resumed_and_merged(tmp_path, family):
     assert perplexity(path, load_model(tmp_path / "merged")) == pytest.approx(after, rel=1e-5)
 
 
-def test_a_tensor_is_quantized_before_the_next_one_is_read(tmp_path, monkeypatch):
-    """So a rank never holds more than one of them whole."""
-    save("Llama", tmp_path)
-    slices, quantize, events = weights.open_slices, bitsandbytes.functional.quantize_4bit, []
-
-    @contextlib.contextmanager
-    def watched(checkpoint):
-        with slices(checkpoint) as stored:
-            yield {name: Slice(name, each, events) for name, each in stored.items()}
-
-    def quantized(*args, **kwargs):
-        events.append("quantized")
-        return quantize(*args, **kwargs)
-
-    monkeypatch.setattr(weights, "open_slices", watched)
-    monkeypatch.setattr(bitsandbytes.functional, "quantize_4bit", quantized)
-    specs, _ = make_layer_specs(tmp_path, 2, LoraConfig(**LORA), None, False, 0, "nf4")
-    part = specs[3].build()
-    linear = [event for event in events if event == "quantized" or "proj" in event]
-    assert [event == "quantized" for event in linear] == 7 * [False, True]
-    frozen = [p for name, p in part.named_parameters() if "base_layer" in name]
-    assert {p.dtype for p in frozen} == {torch.uint8}
-
-
-def refusal(folder, lora=None, quantize=None):
-    with pytest.raises(CompressionError) as caught:
-        make_layer_specs(folder, 2, lora, None, False, 0, quantize)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+def refused(folder, lora=None, quantize=None):
+    return refusal(make_layer_specs, folder, 2, lora, None, False, 0, quantize)
 
 
 def test_what_cannot_be_is_refused(tmp_path, monkeypatch):
     folder, lora = save("Llama", tmp_path), LoraConfig(**LORA)
-    assert refusal(folder, None, "nf4").startswith("train.json.lora: missing, but the weights are quantized")
+    assert refused(folder, None, "nf4").startswith("train.json.lora: missing, but the weights are quantized")
     load(folder, "nf4").save_pretrained(folder)
-    assert refusal(folder, lora, "nf4").startswith(
+    assert refused(folder, lora, "nf4").startswith(
         "train.json.quantize: 'nf4' is not allowed: the checkpoint"
     )
     monkeypatch.setattr(quantizer_bnb_4bit, "is_bitsandbytes_available", lambda: False)
-    assert refusal(folder, lora).endswith('; pip install "ds_compress[quantized]"')
+    assert refused(folder, lora).endswith('; pip install "ds_compress[quantized]"')
     int4 = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}}
     for stored, key, allowed in (
         ({"quant_method": "gptq"}, "\"quant_method\": 'gptq'", "'bitsandbytes' or 'torchao'"),
@@ -185,7 +155,7 @@ def test_what_cannot_be_is_refused(tmp_path, monkeypatch):
     ):
         config = json.loads((folder / "config.json").read_text()) | {"quantization_config": stored}
         (folder / "config.json").write_text(json.dumps(config))
-        assert refusal(folder, lora) == (
+        assert refused(folder, lora) == (
             f"config.json: quantization_config: {key} is not supported in a pipeline; should be {allowed}, "
             'or a checkpoint with whole weights and "quantize": "nf4" in train.json'
         )

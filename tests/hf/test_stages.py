@@ -13,7 +13,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.hf import pipeline_module
 from ds_compress.hf.merge import merge
 from ds_compress.hf.model import load_config
-from tests.support.finetuning import FAMILIES, batch, load_model, run_model, save
+from tests.support.finetuning import batch, load_model, run_model, save
 from tests.support.pipeline import ds_config
 from tests.support.ranks import run_ranks
 
@@ -123,13 +123,6 @@ def test_adapters_are_in_fp32_over_weights_in_bf16(few):
         assert {gradient.dtype for gradient in of_rank.values()} == {torch.float32}
         for name, gradient in of_rank.items():
             assert torch.cosine_similarity(gradient.flatten(), gradients[name].flatten(), dim=0) > 0.95
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_a_step_of_every_family_is_that_of_one_process(tmp_path, stages, lora):
-    check([save(family, tmp_path / str(n)) for n, family in enumerate(FAMILIES)], stages, lora)
 
 
 MERGED = ("GPT-2", "GPT-NeoX", "Mixtral", "Qwen2, tied")

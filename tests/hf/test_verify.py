@@ -8,12 +8,12 @@ import transformers
 from peft import LoraConfig, inject_adapter_in_model
 from transformers import LlamaForCausalLM
 
-from ds_compress.errors import CompressionError
 from ds_compress.hf.model import make_layer_specs
 from ds_compress.hf.part import causal_lm_loss
 from ds_compress.hf.verify import make_tiny_config, verify_parts
 from tests.support.finetuning import FAMILIES, HEAD, LAYERS, SIZES, batch, config, load_model, run_model, save
 from tests.support.launch_scripts import ROOT
+from tests.support.refusals import refusal
 
 
 def keeps_documents_apart(given):
@@ -29,10 +29,7 @@ def keeps_documents_apart(given):
 
 
 def refused(given, positions=False, lora=None):
-    with pytest.raises(CompressionError) as error:
-        verify_parts(given, positions, lora)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return refusal(verify_parts, given, positions, lora)
 
 
 def test_a_difference_is_named(monkeypatch):

@@ -14,6 +14,7 @@ from ds_compress.registry import Named, Options, Registry, plugins
 from ds_compress.simulate import simulate
 from tests.support.pipeline import ds_config, train
 from tests.support.ranks import run_ranks
+from tests.support.refusals import refusal
 
 MINE = '''
 from typing import Literal
@@ -196,16 +197,9 @@ def test_a_module_that_is_not_there(folder, capsys):
         assert capsys.readouterr().err.startswith(f"--import {place} cannot be imported: ")
 
 
-def start(config):
-    try:
-        train(2, config)
-    except CompressionError as error:
-        return str(error)
-
-
 def test_a_broken_plugin_stops_every_rank_with_one_line(folder):
     install(folder, "my_codecs:no_such_name")
-    for line in run_ranks(2, start, ds_config(BLOCK)):
+    for line in run_ranks(2, refusal, train, 2, ds_config(BLOCK)):
         assert line.startswith(
             "plugin 'my_codecs:no_such_name' of my-plugin cannot be imported: AttributeError"
         )

@@ -6,7 +6,6 @@ from torch import nn
 
 from ds_compress.codec import CODECS
 from ds_compress.config.replicas import ReplicasOptions, build_replica_codec
-from ds_compress.errors import CompressionError
 from ds_compress.feedback.state import residuals
 from ds_compress.replicas.exchange import Replicas
 from ds_compress.replicas.factors import build_exchange, compressed_parameters
@@ -17,6 +16,7 @@ from tests.replicas.test_overlap import WIDTH, both_ways, digests_of
 from tests.simulate.test_replicas import assert_simulated_weights, distance_from_optimum
 from tests.support.pipeline import Block, ds_config
 from tests.support.ranks import run_ranks
+from tests.support.refusals import refusal
 from tests.support.replicas import assert_alike, run_replicas, train_replicas
 
 SHAPES = (192, 96), (201, 97), (64, 3, 10, 10)
@@ -105,12 +105,7 @@ def test_replicas_stay_alike(kind, specs, stages, replicas, feedback):
 @pytest.mark.parametrize("kind", ["fp32 zero 1", "bf16 accumulation", "fp16 zero 1"])
 @pytest.mark.extended(keep=1)
 def test_partitions_that_cut_matrices_are_refused(kind):
-    def refused(config):
-        with pytest.raises(CompressionError) as error:
-            train_replicas(1, config)
-        return str(error.value)
-
-    for line in run_ranks(2, refused, ds_config(block(), replicas=2, **KINDS[kind])):
+    for line in run_ranks(2, refusal, train_replicas, 1, ds_config(block(), replicas=2, **KINDS[kind])):
         assert "replicas.codec: 'lowrank' is not allowed with DeepSpeedZeroOptimizer" in line
         assert "train without ZeRO" in line
 

@@ -12,6 +12,7 @@ from ds_compress.replicas.exchange import Replicas
 from ds_compress.replicas.parameters import ParameterExchange, Range
 from tests.support.pipeline import batches, build, ds_config
 from tests.support.ranks import run_ranks
+from tests.support.refusals import refusal
 from tests.support.replicas import SPECS, WIDE, assert_alike, run_replicas, wide_layers
 
 BF16 = {"bf16": {"enabled": True}, "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}}}
@@ -130,13 +131,6 @@ def test_buckets_cost_no_bytes(replicas):
         assert all(torch.equal(each[at][0], results[0][at][0]) for each in results)
 
 
-def refusal(config):
-    try:
-        build(1, config, wide_layers())
-    except ValueError as error:
-        return str(error)
-
-
 def test_other_optimizers_are_refused():
-    for line in run_ranks(2, refusal, ds_config(block(8), replicas=2)):
+    for line in run_ranks(2, refusal, build, 1, ds_config(block(8), replicas=2), wide_layers()):
         assert line.startswith("ds_compress.replicas.parameters: 8 is not allowed with") and "BF16" in line
