@@ -10,7 +10,6 @@ import time
 
 import psutil
 
-import ds_compress  # noqa: F401  (hooks the engine)
 from launch.ports import reserved_port
 from tests.support.network import disturb, flood, listening_ports
 from tests.support.pipeline import batches, build, ds_config

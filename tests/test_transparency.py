@@ -2,7 +2,6 @@
 
 import pytest
 
-import ds_compress  # noqa: F401  (hooks the engine)
 from tests.support.pipeline import ds_config, same_weights, train
 from tests.support.ranks import run_ranks
 

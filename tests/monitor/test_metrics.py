@@ -14,7 +14,6 @@ from ds_compress.monitor.metrics import (
     EVALUATIONS,
     PIPELINE,
     REPLICAS,
-    labels,
     stage_ms,
     transfer_ms,
     uncompressed_step_ms,
@@ -61,19 +60,6 @@ def test_the_page_on_metrics_explains_every_label():
     page = Path(__file__).parents[2] / "docs" / "metrics.md"
     explained = re.findall(r"^\| `[\w/]+/(\w+)` \|", page.read_text(), re.MULTILINE)
     assert explained == [*CHANNEL, *PIPELINE, *REPLICAS, *EVALUATIONS]
-
-
-def test_wandb_workspace_holds_the_labels_that_are_written():
-    pytest.importorskip("wandb_workspaces")
-    from launch.wandb_workspace import LOSS as loss
-    from launch.wandb_workspace import workspace
-
-    spec = workspace("entity", "project", 3)._to_model().spec.section.panel_bank_config
-    metrics = [
-        metric for section in spec.sections for panel in section.panels for metric in panel.config.metrics
-    ]
-    expected = [loss, *(tag for names in DASHBOARD.values() for name in names for tag in labels(3, name))]
-    assert sorted(metrics) == sorted(expected)
 
 
 def channels(raw, wire, count=1):

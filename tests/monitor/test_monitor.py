@@ -10,7 +10,6 @@ import pytest
 import torch
 from deepspeed.monitor.monitor import MonitorMaster
 
-import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.cli.runs import LOSS
 from ds_compress.config import DIRECTIONS
 from ds_compress.message import meters

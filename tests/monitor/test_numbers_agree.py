@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.cli import main
 from ds_compress.config import DIRECTIONS
 from ds_compress.monitor.metrics import label

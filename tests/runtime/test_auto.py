@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.config.recipes import LIMITS
 from ds_compress.engine.session import Session
 from ds_compress.planning.step_time import Workload

@@ -10,7 +10,6 @@ from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.schedule import BackwardPass, TrainSchedule
 from torch import nn
 
-import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.runtime import stage_profile
 from ds_compress.runtime.depth import MEASURED, decide
 from ds_compress.runtime.memory_use import in_use

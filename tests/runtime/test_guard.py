@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from ds_compress.config import Config
@@ -24,7 +25,6 @@ from tests.support.pipeline import (
     ds_config,
     same_weights,
     skip_steps,
-    train,
     weights,
 )
 from tests.support.ranks import run_ranks
@@ -33,6 +33,7 @@ COARSE = {"codec": {"name": "topk", "density": 0.02}}
 REUSE = {"codec": {"name": "topk", "density": 0.02, "indices": "reuse"}}
 NOISE = {"codec": {"name": "quantize", "bits": 1}}
 FINE = {"codec": {"name": "quantize", "bits": 8}}
+STOCHASTIC = {"codec": {"name": "quantize", "bits": 2, "rounding": "stochastic", "hadamard": True}}
 
 
 def block(forward, backward=None, **guard):
@@ -50,7 +51,8 @@ def trained(
     if engine_of:
         engine_of(engine)
     engine.monitor = SimpleNamespace(enabled=watched, write_events=events.extend, tb_monitor=None)
-    data = data or batches(engine.grid.get_data_parallel_id())
+    dtype = next(engine.module.parameters()).dtype
+    data = data or batches(engine.grid.get_data_parallel_id(), dtype)
     losses, error, evaluated = [], "", {}
     try:
         losses = [engine.train_batch(data).item() for _ in range(steps)]
@@ -94,17 +96,28 @@ SETTINGS = {
     "feedback back": (FINE, {**COARSE, "feedback": "ef"}),
     "mirrored back": (FINE, {**FINE, "feedback": "ef21"}),
     "state": ({"codec": {"name": "lowrank", "rank": 2}}, FINE),
+    "unbiased back": (FINE, {**STOCHASTIC, "feedback": "ef"}),
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.extended(keep=3)
-def test_training_goes_on_as_without_it(name):
+@pytest.mark.parametrize(
+    "name, specs, changes",
+    [
+        *((name, None, {}) for name in SETTINGS),
+        ("topk", [LayerSpec(Noisy)] * 4, {}),  # layers that draw at every pass would train on other noise
+        ("unbiased back", None, {"bf16": {"enabled": True}}),
+    ],
+    ids=[*SETTINGS, "noisy layers", "bf16"],
+)
+@pytest.mark.extended(keep=4)
+def test_training_goes_on_as_without_it(name, specs, changes):
     guarded, plain = (
-        run_ranks(2, trained, 2, ds_config(block(*SETTINGS[name], every=every))) for every in (1, 0)
+        run_ranks(2, trained, 2, ds_config(block(*SETTINGS[name], every=every), **changes), 3, specs)
+        for every in (1, 0)
     )
     for one, other in zip(guarded, plain):
         assert one["losses"] == other["losses"]
+        assert one["random"] == other["random"]
         assert one["modes"] == other["modes"]
         assert same_weights(one["weights"], other["weights"])
         assert (one["total"] is None) == (other["total"] is None)
@@ -120,22 +133,6 @@ def test_every_layout_of_ranks(stages, replicas, link):
     assert [rank["losses"] for rank in guarded] == [rank["losses"] for rank in plain]
     assert len(guarded[0]["cost"]) == 2
     assert not any(rank["cost"] for rank in guarded[1:])
-
-
-def noisy():
-    return [Noisy for _ in range(4)]
-
-
-def trained_noisy(every):
-    return trained(2, ds_config(block(COARSE, REUSE, every=every)), specs=[cls() for cls in noisy()])
-
-
-def test_random_numbers_and_modes_are_those_of_training():
-    """Layers that draw at every pass would train on other noise."""
-    for one, other in zip(run_ranks(2, trained_noisy, 1), run_ranks(2, trained_noisy, 0)):
-        assert one["losses"] == other["losses"]
-        assert one["random"] == other["random"]
-        assert one["modes"] == other["modes"]
 
 
 @pytest.mark.parametrize("forward", [COARSE, {"codec": {"name": "quantize", "bits": 2}}])
@@ -197,9 +194,6 @@ def test_harms_within_their_limits_add_up(codec, ends):
     assert ("guard.gradient_error: too much together" in line) == ends == bool(line)
 
 
-STOCHASTIC = {"codec": {"name": "quantize", "bits": 2, "rounding": "stochastic", "hadamard": True}}
-
-
 @pytest.mark.parametrize("backward, ends", [(STOCHASTIC, False), (COARSE, True)])
 def test_gradients_are_judged_by_what_does_not_average_out(backward, ends):
     """Unbiased ones were warned of for their error of 0.7; biased ones trained on at any error."""
@@ -208,18 +202,6 @@ def test_gradients_are_judged_by_what_does_not_average_out(backward, ends):
     assert first["error"] == other["error"]
     assert ("boundary 0, backward: an error of accumulated gradients of" in first["error"]) == ends
     assert first["warned"] == [] or ends
-
-
-def test_training_in_bf16_goes_on_as_without_it():
-    """Its gradients are judged, too: losses and weights are the same bit for bit."""
-    config = block(FINE, {**STOCHASTIC, "feedback": "ef"}, every=2)
-    ours, off = (
-        run_ranks(2, train, 2, ds_config({**config, "guard": {"every": every}}, bf16={"enabled": True}))
-        for every in (2, 0)
-    )
-    for watched, alone in zip(ours, off):
-        assert watched["losses"] == alone["losses"]
-        assert same_weights(watched["weights"], alone["weights"])
 
 
 class Shift(nn.Module):

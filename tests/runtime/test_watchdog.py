@@ -141,19 +141,11 @@ def test_one_that_raises_in_time_is_not_ended(job):
     assert set(job.ended) == {2}
 
 
-def test_other_errors_may_be_caught(job):
-    """A StopIteration, an interrupt by hand: the program goes on."""
+@pytest.mark.parametrize("error, trains", [(ValueError("x"), True), (CompressionError("no space"), False)])
+def test_an_error_of_all_ranks_may_be_caught(error, trains, job):
+    """A StopIteration, an interrupt by hand, a checkpoint that cannot be saved: the program goes on."""
     for _ in range(3):
-        job.call(*range(RANKS), error=ValueError("caught"))
-        job.call(*range(RANKS))
-    job.pass_time(LONG)
-    assert not any(job.failures())
-
-
-def test_a_checkpoint_that_cannot_be_saved_may_be_caught(job):
-    """All ranks raise then, and are as they were."""
-    for _ in range(3):
-        job.call(*range(RANKS), error=CompressionError("no space left"), sends_messages=False)
+        job.call(*range(RANKS), error=error, sends_messages=trains)
         job.call(*range(RANKS))
     job.pass_time(LONG)
     assert not any(job.failures())

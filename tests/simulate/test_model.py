@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-import ds_compress  # noqa: F401
 from ds_compress.config import DIRECTIONS
 from ds_compress.errors import CompressionError
 from ds_compress.simulate import announce, evaluating, simulate, traffic

@@ -77,41 +77,6 @@ def test_topk_alone_stays_far_from_the_optimum():
     assert left["ef"] < 0.1 * left["none"]
 
 
-def distance_of_three(feedback, steps):
-    """Of three convex functions with one optimum, 0, relative to the start; Beznosikov et al., arXiv
-    2002.12410, example 1: f_i = sum over triples z of <a_i, z>^2 + 0.025 |z|^2.
-    """
-    a = torch.tensor([[-1.0, 0.9, 0.9], [0.9, -1.0, 0.9], [0.9, 0.9, -1.0]])
-    model = nn.Linear(3, 5632, bias=False)
-    with torch.no_grad():
-        model.weight.copy_(1 + torch.rand(5632, 1, generator=torch.Generator().manual_seed(0)))
-    start = model.weight.norm().item()
-    codec = {"name": "topk", "density": 0.01}
-    config = {"ds_compress": {"replicas": {"codec": codec, "feedback": feedback}}}
-    replicas = SimulatedReplicas(model, config, 3)
-    with torch.no_grad():
-        for _ in range(steps):
-            for own in a:
-                model.weight.grad = 2 * (model.weight @ own).outer(own) + 0.05 * model.weight
-                replicas.collect()
-            replicas.average()
-            model.weight -= 0.01 * model.weight.grad
-            model.weight.grad = None
-    return model.weight.norm().item() / start
-
-
-@pytest.mark.extended
-def test_topk_of_one_percent_converges_with_error_feedback_alone():
-    """On a convex problem, to 1e-6 of the distance; alone it goes away from the optimum.
-
-    Each gradient is largest where the replica is wrong: the other two together outweigh it, but their values
-    are not sent. The gradients of all replicas are 0 at the optimum. Where they only cancel out there, error
-    feedback at a constant learning rate comes near it, as in the test above, as far as the rate allows.
-    """
-    assert distance_of_three("ef", 3000) < 1e-6
-    assert distance_of_three("none", 500) > 1
-
-
 def test_a_replica_too_few_or_too_many_is_refused():
     replicas = SimulatedReplicas(nn.Linear(4, 4), {"ds_compress": block()}, 2)
     replicas.collect()

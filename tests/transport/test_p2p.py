@@ -10,12 +10,11 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.pipe import LayerSpec
 
-import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.engine.stage import Instruction
 from ds_compress.errors import CompressionError
 from ds_compress.transport import p2p
 from ds_compress.transport.p2p import EagerReceiver, EagerSender, Receiver, Sender, channel_groups
-from tests.support.pipeline import WIDTH, Block, batches, build, ds_config, same_weights, weights
+from tests.support.pipeline import Block, batches, build, ds_config, same_weights, weights
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -111,24 +110,6 @@ def test_evaluation_with_packets_of_another_size():
     block = {**EAGER, "forward": {"codec": "bf16"}, "eval": "uncompressed"}
     blocking = {**block, "link": {"mode": "blocking"}}
     assert_equal(run_ranks(2, train, 2, block, 3, 0.001, 5), run_ranks(2, train, 2, blocking, 3, 0.0, 5))
-
-
-def train_changing_shapes(block, dynamic):
-    """Losses when the shape of the messages changes at every step."""
-    engine = build(2, ds_config(block), dynamic_shape=dynamic)
-    losses = []
-    for length in (8, 3, 16):
-        if not dynamic:
-            engine.reset_activation_shape()
-        data = batches(shape=(length, WIDTH))
-        losses += [engine.train_batch(data).item() for _ in range(2)]
-    return losses, None, weights(engine)
-
-
-@pytest.mark.parametrize("dynamic", [False, True], ids=["reset_activation_shape", "dynamic_shape"])
-def test_changing_shapes(dynamic):
-    ours = run_ranks(2, train_changing_shapes, EAGER, dynamic)
-    assert_equal(ours, run_ranks(2, train_changing_shapes, None, dynamic))
 
 
 def order_of_events(dynamic, depth):
@@ -247,28 +228,6 @@ def test_errors_of_this_ranks_own_device_are_not_blamed_on_a_neighbour():
 
 def test_an_interrupted_batch_is_named():
     run_ranks(2, interrupted)
-
-
-def packets_of_many_sizes(sending, receiving):
-    sizes = range(64, 64 * 50, 64)
-    group = channel_groups(1)[0, "forward"]
-    if dist.get_rank() == 1:
-        receiver = receiving(0, CPU, group)
-        return [receiver.receive(size).unique().tolist() for size in sizes]
-    sender = sending(1, CPU, group)
-    for number, size in enumerate(sizes):
-        sender.send(sender.memory(size).fill_(number))
-    sender.drain()
-    return len(sender._free)
-
-
-@pytest.mark.parametrize(
-    "ends", [(Sender, Receiver), (EagerSender, EagerReceiver)], ids=["blocking", "eager"]
-)
-def test_packets_that_vary_in_size_leave_no_memory_behind(ends):
-    kept, seen = run_ranks(2, packets_of_many_sizes, *ends)
-    assert kept <= p2p.packets_in_flight(1)
-    assert seen == [[number] for number in range(len(seen))]
 
 
 BLOCKS = {

@@ -5,7 +5,6 @@ import re
 
 import pytest
 
-import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.kernels import backends
 from ds_compress.kernels.backends import reference
 from tests.support.pipeline import batches, build, ds_config
