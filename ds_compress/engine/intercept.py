@@ -159,6 +159,8 @@ class Sending:
     """Sends a message."""
     original: Any
     """Has DeepSpeed's own `send` and `recv`."""
+    is_one_message: bool = False
+    """Whether all that the instruction sends is one forward message, as in DeepSpeed's own."""
     specs: Specs | None = None
     message: list[Tensor] = field(default_factory=list)
     """Its tensors so far."""
@@ -169,12 +171,10 @@ class Sending:
         """Send the tensors collected so far, then the others.
 
         Raises:
-            CompressionError: more tensors of the message were announced.
+            CompressionError: they are not those announced.
         """
-        if self.specs and len(self.message) < len(self.specs):
-            refuse_count(self.channel, len(self.message), len(self.specs))
         message, self.message = self.message, []
-        self.dispatch(message)
+        self.dispatch(as_announced(self.channel, message, self.specs) if self.specs else message)
         while self.later:
             self.original.send(*self.later.pop(0))
 
@@ -206,17 +206,21 @@ def is_alike(tensor: Tensor, spec: TensorSpec | Tensor) -> bool:
 
 
 def as_announced(channel: Channel, tensors: Sequence[Tensor], specs: Specs) -> list[Tensor]:
-    """Return the tensors of a forward message in the shapes announced for them.
+    """Return the tensors of a message in the shapes announced for them.
 
     Raises:
-        CompressionError: one has another dtype or number of values.
+        CompressionError: their number is another one, or one has another dtype or number of values.
     """
     if len(tensors) != len(specs):
-        refuse_count(channel, len(tensors), len(specs))
+        count = f"a message of {len(tensors)} tensors, announced were {len(specs)}"
+        raise CompressionError(f"{channel.place}: {count}; {CHANGE_SHAPES}")
     for number, (tensor, spec) in enumerate(zip(tensors, specs)):
         if not is_alike(tensor, spec):
             refuse(channel, number, tensor, specs)
-    return [tensor.detach().reshape(spec.shape) for tensor, spec in zip(tensors, specs)]
+    return [
+        tensor if tensor.shape == spec.shape else tensor.detach().reshape(spec.shape)
+        for tensor, spec in zip(tensors, specs)
+    ]
 
 
 def refuse(channel: Channel, number: int, tensor: Tensor | TensorSpec, specs: Specs) -> NoReturn:
@@ -225,13 +229,6 @@ def refuse(channel: Channel, number: int, tensor: Tensor | TensorSpec, specs: Sp
     raise CompressionError(
         f"{channel.place}: tensor {number} of {len(specs)} is {_describe(tensor)}, announced was "
         f"{_describe(spec)}; {CHANGE_SHAPES}"
-    )
-
-
-def refuse_count(channel: Channel, came: int, announced: int) -> NoReturn:
-    """Raise for a message of another number of tensors than announced."""
-    raise CompressionError(
-        f"{channel.place}: a message of {came} tensors, announced were {announced}; {CHANGE_SHAPES}"
     )
 
 
@@ -286,7 +283,7 @@ class PointToPoint:
         if specs is None:
             self.original.send(tensor, dest_stage, async_op)
             return
-        if not specs:
+        if not specs or sending.is_one_message:
             message.append(tensor)
             return
         spec = specs[len(message)]

@@ -37,7 +37,6 @@ from ds_compress.engine.intercept import (
     Specs,
     is_alike,
     refuse,
-    refuse_count,
 )
 from ds_compress.engine.lookahead import MADE_BY, Lookahead
 from ds_compress.engine.outer import OuterTraffic
@@ -354,6 +353,7 @@ class Session:
             gradients=gradients,
             dispatch=functools.partial(stage.dispatch, instruction, buffer_id),
             original=p2p.original,
+            is_one_message=forward and is_deepspeeds(run.func),
         )
         # an instruction may call another one, the engine's of the same name for example
         around, p2p.sending = p2p.sending, sending
@@ -363,11 +363,7 @@ class Session:
                 sending.finish()
         finally:
             p2p.sending = around
-        sent = end.messages - before
-        if sent > 1 and forward and is_deepspeeds(run.func):  # it sends one
-            announced = len(sending.specs or ())
-            refuse_count(end.channel, sent * announced, announced)
-        if not sent:
+        if end.messages == before:
             self._note_left_alone(end.channel, sending)
 
     def receive(

@@ -20,6 +20,11 @@ CHANGES = {
     "double": (lambda x: x.double(), f"tensor 0 of 1 is float64 [4, 8, 32], {ANNOUNCED}"),
     "second": (lambda x: (x, x), "a message of 2 tensors, announced were 1"),
 }
+PAIRS = {
+    "one less": (lambda pair: pair[:1], "a message of 1 tensors, announced were 2"),
+    "one more": (lambda pair: (*pair, pair[0]), "a message of 3 tensors, announced were 2"),
+    "one more of another dtype": (lambda pair: (*pair, pair[1]), "a message of 3 tensors, announced were 2"),
+}
 FLAT = f"tensor 0 of 1 is float32 [32, 32], {ANNOUNCED}"
 WAY_OUT = "; call engine.reset_activation_shape() on every rank before a batch of another shape or dtype; "
 
@@ -33,6 +38,13 @@ class Changing(nn.Module):
         cls = Changing
         cls.calls += 1
         return cls.change(x) if cls.change and cls.calls > cls.first else x
+
+
+class Numbering(nn.Module):
+    """Hands on its input with the number of each row."""
+
+    def forward(self, x):
+        return x, torch.arange(len(x))
 
 
 class Restoring(nn.Module):
@@ -57,8 +69,8 @@ class Failing(nn.Module):
             raise ValueError("a mistake in the model")
 
 
-def make(block, link="eager", stages=2):
-    middle = [LayerSpec(Changing), LayerSpec(Restoring)]
+def make(block, link="eager", stages=2, before=()):
+    middle = [*map(LayerSpec, before), LayerSpec(Changing), LayerSpec(Restoring)]
     specs = [LayerSpec(Block), LayerSpec(Failing), *middle, LayerSpec(Block), LayerSpec(Failing)]
     options = {} if block is None else {"block": {**block, "link": {"mode": link}}}
     return build(stages, ds_config(**options), specs * (stages // 2 + stages % 2))
@@ -80,6 +92,13 @@ def meet(change, when, link, block):
     return "nothing was wrong"
 
 
+def meet_pair(change, link):
+    engine, data = make({}, link, before=[Numbering]), batches()
+    engine.train_batch(data)
+    start_changing(PAIRS[change][0], after=1)
+    engine.train_batch(data)
+
+
 def lines_of(results, capfd):
     """The line with which each rank ended: what it raised, or what it wrote before it was ended."""
     written = dict(re.findall(r"^ds_compress: rank (\d+) stops: (.*)$", capfd.readouterr().err, re.MULTILINE))
@@ -95,6 +114,14 @@ def test_every_rank_names_a_tensor_that_was_not_announced(change, when, link, bl
     lines = lines_of(run_ranks(2, meet, change, when, link, block, check=False), capfd)
     for line in lines:
         assert "boundary 0, forward: " + CHANGES[change][1] in line and WAY_OUT in line, lines
+
+
+@pytest.mark.parametrize("link", ["eager", "blocking"])
+@pytest.mark.parametrize("change", PAIRS)
+def test_the_tensors_of_a_message_are_counted(change, link, capfd):
+    """One that followed those announced was taken for the first of another message, which has only 1."""
+    for line in lines_of(run_ranks(2, meet_pair, change, link, check=False), capfd):
+        assert "boundary 0, forward: " + PAIRS[change][1] in line and WAY_OUT in line, line
 
 
 @pytest.mark.parametrize("block", BLOCKS)
