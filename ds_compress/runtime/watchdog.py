@@ -127,8 +127,10 @@ class Watchdog:
                 self._error = self._left = f"rank {self._rank} left {call}: {in_one_line(error)}"
             raise
         finally:
-            self._progress, self._is_inside = before, False
-            self._connections.wake()  # the process may end before the next tick
+            self._progress, self._is_inside, self._is_waiting = before, False, False
+            if self._error:  # the process may end at once
+                self._report()
+            self._connections.wake()  # or before the next tick
 
     def close(self) -> None:
         """Stop watching: this rank's engine has gone."""

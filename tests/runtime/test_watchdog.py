@@ -74,6 +74,10 @@ class Job:
     def end(self, rank):
         """As a process that ends."""
         self.ranks[rank]._at_exit()
+        self.kill(rank)
+
+    def kill(self, rank):
+        """As a process that is ended."""
         self.ranks[rank]._connections.close()
         self.left.add(rank)
 
@@ -243,6 +247,21 @@ def test_other_errors_are_failures_when_the_process_ends(job):
     job.end(1)
     job.pass_time(1.0)
     assert all("rank 1 left train_batch: ValueError: not caught" in failure for failure in job.failures())
+
+
+@pytest.mark.parametrize("waited", [False, True])
+@pytest.mark.parametrize("killed", range(RANKS))
+def test_an_error_is_named_though_the_process_ends_at_once(killed, waited, job):
+    """It was reported by the watchdog's thread, which may not have run: "rank 1 is gone"."""
+    job.enter(*range(RANKS))
+    if waited:
+        job.waiting.add(killed)
+        job.pass_time(1.0)
+    job.leave(killed, error=ValueError("a mistake"))
+    job.kill(killed)
+    job.pass_time(2.0)
+    line = f"rank {killed} left train_batch: ValueError: a mistake"
+    assert [failure for rank, failure in enumerate(job.failures()) if rank != killed] == [line, line]
 
 
 @pytest.mark.parametrize("sends_messages", [True, False])
