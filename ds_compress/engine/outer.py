@@ -331,7 +331,7 @@ class OuterTraffic(RuntimePart):
                 verdict["membership"] = worker.rounds.join({**self._shared, **launch}, position)
             except CompressionError as error:
                 verdict["refused"] = str(error)
-            except RuntimeError as error:
+            except (OSError, RuntimeError) as error:
                 verdict["lost"] = f"{STORE}={verdict['address']}: {in_one_line(error)}"
             store.set(f"{key}/verdict", json.dumps(verdict))
         verdict = json.loads(store.get(f"{key}/verdict"))

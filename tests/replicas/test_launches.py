@@ -387,6 +387,28 @@ def test_a_running_site_outlives_a_store_of_other_launches(harm, store):
     assert len(lines) >= 2 and ("the other replicas have" in lines[1] or "the replica store has" in lines[1])
 
 
+def cut_off(launch, config):
+    """Train on without a store; each attempt to reach it fails at once."""
+    engine = build(1, config, wide_layers())
+    data, outer = data_of(launch, engine), engine.ds_compress.outer
+    engine.train_batch(data)
+    with mock.patch("ds_compress.engine.outer._run") as run:
+        run.return_value.done.return_value = True
+        run.return_value.exception.return_value = refusal = ConnectionRefusedError("nobody listens")
+        run.return_value.result.side_effect = refusal
+        outer._leave("the test says so")
+        for _ in range(6):
+            engine.train_batch(data)
+    return run.call_count, outer._worker
+
+
+def test_a_running_site_outlives_a_connection_that_is_refused_at_once(store):
+    """It was looked for in a thread, which could be quicker than the question whether it is done: the run
+    ended in a raw ConnectionRefusedError."""
+    (((attempts, worker),),) = run_launches(1, 1, cut_off, ds_config(block(delay=0)))
+    assert attempts > 2 and worker is None
+
+
 def silent(launch, config):
     """Train while the store does not answer; return the losses, and the rounds after it answers again."""
     engine = build(1, config, wide_layers())
