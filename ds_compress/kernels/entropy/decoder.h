@@ -105,7 +105,7 @@ void decode_steps(const Slots& slots, const uint16_t* code, int64_t steps, Reade
                 }
                 const Words slot = look_up(slots, index);
                 Words x = fed(slot, state[b][v]);
-                store_bytes(slot, q[b] + step * MOST_LANES + v * LANES);
+                store((Ints)slot, reinterpret_cast<uint8_t*>(q[b]) + step * MOST_LANES + v * LANES);
                 word[b] += pull(x, below(x, Words{} + START), word[b]);
                 state[b][v] = x;
             });
@@ -240,7 +240,7 @@ struct Dequantizer {
     template <class Out>
     void put(const int8_t* q, int64_t n, int32_t shift, Out* y) const {
         int64_t i = 0;
-        for (; i + LANES <= n; i += LANES) store(of(load_bytes(q + i), Ints{} + shift), y + i);
+        for (; i + LANES <= n; i += LANES) store(of(load(q + i), Ints{} + shift), y + i);
         for (; i < n; ++i) store(of(q[i], shift), y[i]);
     }
 };

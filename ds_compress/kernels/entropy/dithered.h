@@ -10,22 +10,6 @@
 constexpr int64_t COARSER = 4, COARSEST = FINER / 4, FINEST = 19 * FINER - 1, LARGEST_Q = 1 << 14, ATTEMPTS = 4, MARGIN = 1024;
 constexpr int64_t COUNTED = REACH + 1, NUMBERS = 512, QUARTERS = CLASSES * COUNTED;  // q are within COUNTED: 257 of NUMBERS
 
-// The lower halves of numbers from 0 to 2^16 - 1.
-inline void store_halves(Ints x, uint16_t* y, int64_t count) {
-#if defined(__AVX512F__)
-    if (count == LANES)
-        return _mm256_storeu_si256(reinterpret_cast<__m256i*>(y), _mm512_maskz_cvtepi32_epi16(ALL, (__m512i)x));
-#elif defined(__AVX2__)
-    if (count == LANES) {
-        const __m256i halves = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)x, (__m256i)x), 0x08);
-        return _mm_storeu_si128(reinterpret_cast<__m128i*>(y), _mm256_castsi256_si128(halves));
-    }
-#endif
-    int32_t lanes[LANES];
-    store(x, lanes);
-    for (int64_t i = 0; i < count; ++i) y[i] = static_cast<uint16_t>(lanes[i]);
-}
-
 // The upper 8 bits of the draws of MOST values in a row, made where they are needed.
 template <int64_t MOST>
 class DrawnRun {
@@ -148,7 +132,7 @@ private:
             const Words upper = (Words)load(uppers + i);
             const Ints q = numbers(load_partial(from + i, lanes), upper, inverse);
             const Ints inside = smaller(larger(q, Ints{} - COUNTED), Ints{} + COUNTED) + COUNTED;
-            store_halves(inside | (Ints)(upper * PER_DRAW & classes), keys + value + i, lanes);
+            store_partial(inside | (Ints)(upper * PER_DRAW & classes), keys + value + i, lanes);
         };
         int64_t i = 0;
         const float factor = scale * inverse;
@@ -354,7 +338,7 @@ public:
             store_numbers({ordinary_value_of(joined[0]), ordinary_value_of(joined[1]), ordinary_value_of(joined[2]),
                            ordinary_value_of(joined[3])}, to + i);
         }
-        for (; i + LANES <= count; i += LANES) store(values_of(load_bytes(q + i), load(uppers + i)), to + i);
+        for (; i + LANES <= count; i += LANES) store(values_of(load(q + i), load(uppers + i)), to + i);
         for (; i < count; ++i) store(values_of(Ints{} + q[i], Ints{} + uppers[i])[0], to[i]);
     }
 

@@ -26,9 +26,8 @@ inline void each(F f) {
 // front of that there is room for the words of the other lanes, and may be anything then.
 // pull: appends the next of `words` to the state of each lane where one is `wanted`, and returns how many that were;
 // LANES of them can be read.
-// keep_bytes: the lowest byte of each lane. load_bytes: such bytes, with a sign.
 
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
 
 typedef __mmask16 Mask;
 
@@ -55,17 +54,9 @@ inline uint16_t* push(Words words, Mask wanted, uint16_t* out) {
 
 inline int64_t pull(Words& state, Mask wanted, const uint16_t* words) {
     const __m256i next = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words));
-    const __m512i word = _mm512_maskz_expand_epi32(wanted, _mm512_maskz_cvtepu16_epi32(ALL, next));
+    const __m512i word = _mm512_maskz_expand_epi32(wanted, _mm512_cvtepu16_epi32(next));
     state = (Words)_mm512_mask_or_epi32((__m512i)state, wanted, (__m512i)(state << 16), word);
     return __builtin_popcount(wanted);
-}
-
-inline void store_bytes(Words x, int8_t* bytes) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes), _mm512_maskz_cvtepi32_epi8(ALL, (__m512i)x));
-}
-
-inline Ints load_bytes(const int8_t* bytes) {
-    return (Ints)_mm512_maskz_cvtepi8_epi32(ALL, _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
 }
 
 #else
@@ -123,18 +114,6 @@ inline int64_t pull(Words& state, Mask wanted, const uint16_t* words) {
     return __builtin_popcount(set);
 }
 
-inline void store_bytes(Words x, int8_t* bytes) {
-    const __m256i order = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 4, 8, 12, -1,
-                                           -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
-    const __m256i halves = _mm256_shuffle_epi8((__m256i)x, order);
-    const __m128i joined = _mm_unpacklo_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(bytes), joined);
-}
-
-inline Ints load_bytes(const int8_t* bytes) {
-    return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));
-}
-
 #else
 
 template <class Index>
@@ -161,16 +140,6 @@ inline int64_t pull(Words& state, Mask wanted, const uint16_t* words) {
     }
     state = chosen(wanted, state << 16 | word, state);
     return place;
-}
-
-inline void store_bytes(Words x, int8_t* bytes) {
-    for (int i = 0; i < LANES; ++i) bytes[i] = static_cast<int8_t>(x[i]);
-}
-
-inline Ints load_bytes(const int8_t* bytes) {
-    Ints x;
-    for (int i = 0; i < LANES; ++i) x[i] = bytes[i];
-    return x;
 }
 
 #endif

@@ -111,9 +111,9 @@ inline void to_int8(const float* values, int64_t groups, uint8_t* codes, float* 
     store(scale > 0.0f ? 1.0f / scale : Floats{}, inverses);
     for (int64_t k = 0; k < groups; ++k)
         for (int64_t i = k * CODED; i < (k + 1) * CODED; i += 4 * LANES) {
-            Ints made[4];  // less than half a code beyond -127 and 127
-            for (int j = 0; j < 4; ++j) made[j] = nearest(load(values + i + j * LANES) * inverses[k]);
-            store(in_order(narrowed_signed(made)), codes + i);
+            Ints raised[4];  // from 0 on; less than half a code beyond -127 and 127
+            for (int j = 0; j < 4; ++j) raised[j] = nearest(load(values + i + j * LANES) * inverses[k]) + 128;
+            store(in_order(narrowed(raised)) ^ 128, codes + i);
         }
 }
 

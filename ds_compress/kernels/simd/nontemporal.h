@@ -21,12 +21,8 @@ inline bool to_be_streamed(const uint16_t*, int64_t) { return false; }
 
 // `y` begins at a multiple of a vector.
 inline void stream(Floats x, float* y) {
-#if defined(__AVX512F__)
-    _mm512_stream_ps(y, (__m512)x);
-#elif defined(__AVX2__)
-    _mm256_stream_ps(y, (__m256)x);
-#elif defined(__x86_64__)
-    _mm_stream_ps(y, (__m128)x);
+#if defined(X86)
+    X86(stream_ps)(y, x);
 #else
     store(x, y);
 #endif

@@ -45,7 +45,7 @@ INLINED Vector reduce_each(Vector* vectors, F join) {
 
 // Whether a lane has a bit.
 inline bool any(Ints x) {
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
     return _mm512_test_epi32_mask((__m512i)x, (__m512i)x);
 #elif defined(__AVX2__)
     return !_mm256_testz_si256((__m256i)x, (__m256i)x);

@@ -7,16 +7,31 @@
 #include <type_traits>
 
 #if defined(__x86_64__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"  // g++ 12 warns of its own headers
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #endif
 
 // What loops over vectors call: out of line, what such a call changes would be in memory.
 #define INLINED inline __attribute__((always_inline))
 
-#if defined(__AVX512F__)
+// X86(NAME): the instruction on whole registers that has this name for registers of any size.
+#if defined(__AVX512BW__)
 constexpr int LANES = 16;
+typedef __m512i Register;
+typedef __m256i HalfRegister;
+#define X86(NAME) _mm512_##NAME
 #elif defined(__AVX2__)
 constexpr int LANES = 8;
+typedef __m256i Register;
+typedef __m128i HalfRegister;
+#define X86(NAME) _mm256_##NAME
+#elif defined(__SSE4_1__)
+constexpr int LANES = 4;
+typedef __m128i Register, HalfRegister;
+#define X86(NAME) _mm_##NAME
 #else
 constexpr int LANES = 4;
 #endif
@@ -27,10 +42,6 @@ typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(4 * LANES)));
 typedef uint8_t Bytes __attribute__((vector_size(4 * LANES)));
 typedef int16_t Shorts __attribute__((vector_size(4 * LANES)));
-
-#if defined(__AVX512F__)
-constexpr __mmask16 ALL = 0xFFFF;  // without a mask g++ 12 warns of its own headers
-#endif
 
 // Floats and their bits. bf16, the upper half of a float, is passed as uint16_t.
 
@@ -77,14 +88,20 @@ inline Floats load(const float* values) {
     return x;
 }
 
+#if defined(X86)
+// LANES numbers in the lower bytes of a register.
+template <class Narrow, class Value>
+inline Narrow load_narrow(const Value* values) {
+    Narrow numbers = {};
+    std::memcpy(&numbers, values, LANES * sizeof(Value));
+    return numbers;
+}
+#endif
+
 // bf16, the upper halves of floats.
 inline Floats load(const uint16_t* values) {
-#if defined(__AVX512F__)
-    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values));
-    return (Floats)_mm512_maskz_slli_epi32(ALL, _mm512_maskz_cvtepu16_epi32(ALL, halves), 16);
-#elif defined(__AVX2__)
-    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
-    return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16);
+#if defined(X86)
+    return (Floats)X86(slli_epi32)(X86(cvtepu16_epi32)(load_narrow<HalfRegister>(values)), 16);
 #else
     Ints x;
     for (int j = 0; j < LANES; ++j) x[j] = static_cast<int32_t>(static_cast<uint32_t>(values[j]) << 16);
@@ -93,22 +110,18 @@ inline Floats load(const uint16_t* values) {
 }
 
 inline Ints load(const uint8_t* values) {
-    Ints x;
-#if defined(__AVX512F__)
-    x = (Ints)_mm512_maskz_cvtepu8_epi32(ALL, _mm_loadu_si128(reinterpret_cast<const __m128i*>(values)));
-#elif defined(__AVX2__)
-    x = (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(values)));
+#if defined(X86)
+    return (Ints)X86(cvtepu8_epi32)(load_narrow<__m128i>(values));
 #else
+    Ints x;
     for (int j = 0; j < LANES; ++j) x[j] = values[j];
-#endif
     return x;
+#endif
 }
 
 inline Ints load(const int8_t* values) {
-#if defined(__AVX512F__)
-    return (Ints)_mm512_maskz_cvtepi8_epi32(ALL, _mm_loadu_si128(reinterpret_cast<const __m128i*>(values)));
-#elif defined(__AVX2__)
-    return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(values)));
+#if defined(X86)
+    return (Ints)X86(cvtepi8_epi32)(load_narrow<__m128i>(values));
 #else
     return (load(reinterpret_cast<const uint8_t*>(values)) ^ 128) - 128;
 #endif
@@ -124,30 +137,44 @@ inline void store(Floats x, float* values) { std::memcpy(values, &x, sizeof x); 
 
 inline void store(Ints x, int32_t* values) { std::memcpy(values, &x, sizeof x); }
 
+// The lower halves of numbers from 0 to 65535.
+inline void store(Ints x, uint16_t* values) {
+#if defined(__AVX512BW__)
+    const __m256i halves = _mm512_cvtepi32_epi16((__m512i)x);
+    std::memcpy(values, &halves, sizeof halves);
+#elif defined(__AVX2__)
+    const __m256i halves = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)x, (__m256i)x), 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(values), _mm256_castsi256_si128(halves));
+#else
+    for (int j = 0; j < LANES; ++j) values[j] = static_cast<uint16_t>(x[j]);
+#endif
+}
+
 // As bf16: rounds to nearest, ties to even.
 inline void store(Floats x, uint16_t* values) {
     const Words bits = (Words)x, upper = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-    const Words rounded = x != x ? Words{} + 0x7FC0 : upper;
-#if defined(__AVX512F__)
-    const __m256i halves = _mm512_maskz_cvtepi32_epi16(ALL, (__m512i)rounded);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(values), halves);
+    store((Ints)(x != x ? Words{} + 0x7FC0 : upper), values);
+}
+
+// The lowest byte of each lane.
+inline void store(Ints x, uint8_t* values) {
+#if defined(__AVX512BW__)
+    const __m128i bytes = _mm512_cvtepi32_epi8((__m512i)x);
+    std::memcpy(values, &bytes, sizeof bytes);
 #elif defined(__AVX2__)
-    const __m256i halves = _mm256_packus_epi32((__m256i)rounded, (__m256i)rounded);
-    const __m256i in_order = _mm256_permute4x64_epi64(halves, 0x08);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(values), _mm256_castsi256_si128(in_order));
+    const __m256i lowest = _mm256_set1_epi32(0x0C080400);
+    const __m256i halves = _mm256_shuffle_epi8((__m256i)x, lowest);  // in each half four times the four bytes
+    const __m128i joined = _mm_unpacklo_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(values), joined);
 #else
-    for (int j = 0; j < LANES; ++j) values[j] = static_cast<uint16_t>(rounded[j]);
+    for (int j = 0; j < LANES; ++j) values[j] = static_cast<uint8_t>(x[j]);
 #endif
 }
 
 // Towards zero. What no integer holds, and nan, becomes one that has the low 24 bits of 0.
 inline Ints truncated(Floats x) {
-#if defined(__AVX512F__)
-    return (Ints)_mm512_maskz_cvttps_epi32(ALL, (__m512)x);
-#elif defined(__AVX2__)
-    return (Ints)_mm256_cvttps_epi32((__m256)x);
-#elif defined(__x86_64__)
-    return (Ints)_mm_cvttps_epi32((__m128)x);
+#if defined(X86)
+    return (Ints)X86(cvttps_epi32)(x);
 #else
     return __builtin_convertvector(x == x ? x : Floats{}, Ints);
 #endif
@@ -155,12 +182,8 @@ inline Ints truncated(Floats x) {
 
 // The nearest integers, ties to even, of what an integer holds.
 inline Ints nearest(Floats x) {
-#if defined(__AVX512F__)
-    return (Ints)_mm512_maskz_cvtps_epi32(ALL, (__m512)x);
-#elif defined(__AVX2__)
-    return (Ints)_mm256_cvtps_epi32((__m256)x);
-#elif defined(__x86_64__)
-    return (Ints)_mm_cvtps_epi32((__m128)x);
+#if defined(X86)
+    return (Ints)X86(cvtps_epi32)(x);
 #else
     const Floats whole = (Floats)(((Ints)x & ~MAGNITUDE) | 0x4B000000);  // 2^23, with the sign of x: there floats are integers
     return __builtin_convertvector(((Ints)x & MAGNITUDE) < 0x4B000000 ? (x + whole) - whole : x, Ints);
@@ -170,15 +193,9 @@ inline Ints nearest(Floats x) {
 // Four vectors of numbers as bytes, which `in_order` puts into their order: x86 joins what is in the same sixteen bytes
 // of its registers. Below 0 a number becomes 0.
 inline Bytes narrowed(const Ints (&x)[4]) {
-#if defined(__AVX512BW__)
-    const __m512i first = _mm512_packs_epi32((__m512i)x[0], (__m512i)x[1]);
-    return (Bytes)_mm512_packus_epi16(first, _mm512_packs_epi32((__m512i)x[2], (__m512i)x[3]));
-#elif defined(__AVX2__)
-    const __m256i first = _mm256_packs_epi32((__m256i)x[0], (__m256i)x[1]);
-    return (Bytes)_mm256_packus_epi16(first, _mm256_packs_epi32((__m256i)x[2], (__m256i)x[3]));
-#elif defined(__x86_64__)
-    const __m128i first = _mm_packs_epi32((__m128i)x[0], (__m128i)x[1]);
-    return (Bytes)_mm_packus_epi16(first, _mm_packs_epi32((__m128i)x[2], (__m128i)x[3]));
+#if defined(X86)
+    const Register first = X86(packs_epi32)((Register)x[0], (Register)x[1]);
+    return (Bytes)X86(packus_epi16)(first, X86(packs_epi32)((Register)x[2], (Register)x[3]));
 #else
     Bytes bytes;
     for (int i = 0; i < 4; ++i)
@@ -187,32 +204,10 @@ inline Bytes narrowed(const Ints (&x)[4]) {
 #endif
 }
 
-// The same of numbers from -128 to 127; beyond those a byte has the sign alone.
-inline Bytes narrowed_signed(const Ints (&x)[4]) {
-#if defined(__AVX512BW__)
-    const __m512i first = _mm512_packs_epi32((__m512i)x[0], (__m512i)x[1]);
-    return (Bytes)_mm512_packs_epi16(first, _mm512_packs_epi32((__m512i)x[2], (__m512i)x[3]));
-#elif defined(__AVX2__)
-    const __m256i first = _mm256_packs_epi32((__m256i)x[0], (__m256i)x[1]);
-    return (Bytes)_mm256_packs_epi16(first, _mm256_packs_epi32((__m256i)x[2], (__m256i)x[3]));
-#elif defined(__x86_64__)
-    const __m128i first = _mm_packs_epi32((__m128i)x[0], (__m128i)x[1]);
-    return (Bytes)_mm_packs_epi16(first, _mm_packs_epi32((__m128i)x[2], (__m128i)x[3]));
-#else
-    Bytes bytes;
-    for (int i = 0; i < 4; ++i)
-        for (int j = 0; j < LANES; ++j) {
-            const int32_t number = x[i][j] < -128 ? -128 : x[i][j] > 127 ? 127 : x[i][j];
-            bytes[i * LANES + j] = static_cast<uint8_t>(number);
-        }
-    return bytes;
-#endif
-}
-
 inline Bytes in_order(Bytes x) {
 #if defined(__AVX512BW__)
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    return (Bytes)_mm512_maskz_permutexvar_epi32(ALL, order, (__m512i)x);
+    return (Bytes)_mm512_permutexvar_epi32(order, (__m512i)x);
 #elif defined(__AVX2__)
     return (Bytes)_mm256_permutevar8x32_epi32((__m256i)x, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 #else
@@ -233,20 +228,12 @@ inline Bytes joined_order(Bytes x) {
 
 // The upper bytes of the sums of numbers from 0 to 65535 and bytes, cut off at 65535. Bytes are as `narrowed` leaves them.
 inline Bytes upper_bytes(const Ints (&x)[4], Bytes y) {
-#if defined(__AVX512BW__)
-    const __m512i zero = __m512i{};
-    const auto of_two = [](Ints low, Ints high, __m512i bytes) __attribute__((always_inline)) {
-        return _mm512_srli_epi16(_mm512_adds_epu16(_mm512_packus_epi32((__m512i)low, (__m512i)high), bytes), 8);
+#if defined(X86)
+    const auto of_two = [](Ints low, Ints high, Register bytes) __attribute__((always_inline)) {
+        return X86(srli_epi16)(X86(adds_epu16)(X86(packus_epi32)((Register)low, (Register)high), bytes), 8);
     };
-    return (Bytes)_mm512_packus_epi16(of_two(x[0], x[1], _mm512_unpacklo_epi8((__m512i)y, zero)),
-                                      of_two(x[2], x[3], _mm512_unpackhi_epi8((__m512i)y, zero)));
-#elif defined(__AVX2__)
-    const __m256i zero = __m256i{};
-    const auto of_two = [](Ints low, Ints high, __m256i bytes) __attribute__((always_inline)) {
-        return _mm256_srli_epi16(_mm256_adds_epu16(_mm256_packus_epi32((__m256i)low, (__m256i)high), bytes), 8);
-    };
-    return (Bytes)_mm256_packus_epi16(of_two(x[0], x[1], _mm256_unpacklo_epi8((__m256i)y, zero)),
-                                      of_two(x[2], x[3], _mm256_unpackhi_epi8((__m256i)y, zero)));
+    return (Bytes)X86(packus_epi16)(of_two(x[0], x[1], X86(unpacklo_epi8)((Register)y, Register{})),
+                                    of_two(x[2], x[3], X86(unpackhi_epi8)((Register)y, Register{})));
 #else
     Bytes bytes;
     for (int i = 0; i < 4; ++i)
@@ -260,16 +247,11 @@ inline Bytes upper_bytes(const Ints (&x)[4], Bytes y) {
 
 // low + 256 * high of bytes as `narrowed` leaves them: four vectors in their order.
 inline void join_bytes(Bytes low, Bytes high, Ints (&to)[4]) {
-#if defined(__AVX512BW__)
-    const __m512i zero = __m512i{}, first = _mm512_unpacklo_epi8((__m512i)low, (__m512i)high);
-    const __m512i second = _mm512_unpackhi_epi8((__m512i)low, (__m512i)high);
-    to[0] = (Ints)_mm512_unpacklo_epi16(first, zero), to[1] = (Ints)_mm512_unpackhi_epi16(first, zero);
-    to[2] = (Ints)_mm512_unpacklo_epi16(second, zero), to[3] = (Ints)_mm512_unpackhi_epi16(second, zero);
-#elif defined(__AVX2__)
-    const __m256i zero = __m256i{}, first = _mm256_unpacklo_epi8((__m256i)low, (__m256i)high);
-    const __m256i second = _mm256_unpackhi_epi8((__m256i)low, (__m256i)high);
-    to[0] = (Ints)_mm256_unpacklo_epi16(first, zero), to[1] = (Ints)_mm256_unpackhi_epi16(first, zero);
-    to[2] = (Ints)_mm256_unpacklo_epi16(second, zero), to[3] = (Ints)_mm256_unpackhi_epi16(second, zero);
+#if defined(X86)
+    const Register zero = {}, first = X86(unpacklo_epi8)((Register)low, (Register)high);
+    const Register second = X86(unpackhi_epi8)((Register)low, (Register)high);
+    to[0] = (Ints)X86(unpacklo_epi16)(first, zero), to[1] = (Ints)X86(unpackhi_epi16)(first, zero);
+    to[2] = (Ints)X86(unpacklo_epi16)(second, zero), to[3] = (Ints)X86(unpackhi_epi16)(second, zero);
 #else
     for (int i = 0; i < 4; ++i)
         for (int j = 0; j < LANES; ++j) to[i][j] = low[i * LANES + j] | high[i * LANES + j] << 8;
@@ -278,10 +260,8 @@ inline void join_bytes(Bytes low, Bytes high, Ints (&to)[4]) {
 
 // Four vectors of numbers as two, cut off at the ends of 16 bits; and bytes as `narrowed` leaves them, in the same order.
 inline void join_shorts(const Ints (&x)[4], Shorts (&to)[2]) {
-#if defined(__AVX512BW__)
-    for (int i = 0; i < 2; ++i) to[i] = (Shorts)_mm512_packs_epi32((__m512i)x[2 * i], (__m512i)x[2 * i + 1]);
-#elif defined(__AVX2__)
-    for (int i = 0; i < 2; ++i) to[i] = (Shorts)_mm256_packs_epi32((__m256i)x[2 * i], (__m256i)x[2 * i + 1]);
+#if defined(X86)
+    for (int i = 0; i < 2; ++i) to[i] = (Shorts)X86(packs_epi32)((Register)x[2 * i], (Register)x[2 * i + 1]);
 #else
     for (int i = 0; i < 4; ++i)
         for (int j = 0; j < LANES; ++j) {
@@ -292,10 +272,8 @@ inline void join_shorts(const Ints (&x)[4], Shorts (&to)[2]) {
 }
 
 inline void widen(Bytes x, Shorts (&to)[2]) {
-#if defined(__AVX512BW__)
-    to[0] = (Shorts)_mm512_unpacklo_epi8((__m512i)x, __m512i{}), to[1] = (Shorts)_mm512_unpackhi_epi8((__m512i)x, __m512i{});
-#elif defined(__AVX2__)
-    to[0] = (Shorts)_mm256_unpacklo_epi8((__m256i)x, __m256i{}), to[1] = (Shorts)_mm256_unpackhi_epi8((__m256i)x, __m256i{});
+#if defined(X86)
+    to[0] = (Shorts)X86(unpacklo_epi8)((Register)x, Register{}), to[1] = (Shorts)X86(unpackhi_epi8)((Register)x, Register{});
 #else
     for (int i = 0; i < 2; ++i)
         for (int j = 0; j < 2 * LANES; ++j) to[i][j] = x[2 * LANES * i + j];
@@ -305,15 +283,14 @@ inline void widen(Bytes x, Shorts (&to)[2]) {
 // Those of `join_shorts` in their order.
 inline void store(Shorts x, uint16_t* values) {
 #if defined(__AVX512BW__)
-    x = (Shorts)_mm512_maskz_permutexvar_epi64(0xFF, _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), (__m512i)x);
+    x = (Shorts)_mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), (__m512i)x);
 #elif defined(__AVX2__)
     x = (Shorts)_mm256_permute4x64_epi64((__m256i)x, 0xD8);
 #endif
     std::memcpy(values, &x, sizeof x);
 }
 
-// Four vectors in which no value is nan.
-// One by one: a compiler copies all four by way of the stack.
+// Stores four vectors (no nan). Unrolled by hand: compilers spill the array.
 inline void store_numbers(const Floats (&x)[4], float* values) {
     store(x[0], values), store(x[1], values + LANES), store(x[2], values + 2 * LANES), store(x[3], values + 3 * LANES);
 }
@@ -330,12 +307,6 @@ inline void store(Bytes x, uint8_t* values) { std::memcpy(values, &x, sizeof x);
 
 // Four vectors of numbers from 0 to 255.
 inline void store(const Ints (&x)[4], uint8_t* values) { store(in_order(narrowed(x)), values); }
-
-// One of them; below 0 a number becomes 0.
-inline void store(Ints x, uint8_t* values) {
-    const Bytes bytes = in_order(narrowed({x, x, x, x}));
-    std::memcpy(values, &bytes, LANES);
-}
 
 // Every lane's neighbour, so many lanes away.
 template <int DISTANCE, class Vector>
@@ -397,8 +368,8 @@ inline Floats load_partial(const In* x, int64_t count) {
     return load(last);
 }
 
-template <class Out>
-inline void store_partial(Floats x, Out* y, int64_t count) {
+template <class Vector, class Out>
+inline void store_partial(Vector x, Out* y, int64_t count) {
     if (count == LANES) return store(x, y);
     Out last[LANES];
     store(x, last);

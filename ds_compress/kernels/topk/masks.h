@@ -47,7 +47,7 @@ inline uint64_t mask_at_least(const uint32_t* x, int64_t width, uint32_t least) 
     if (width < WORD) return mask_where(x, width, [&](uint32_t bits) { return (bits & 0x7FFFFFFF) >= least; });
     uint64_t word = 0;
     for (int i = 0; i < WORD; i += 16) {
-        const __m512i key = _mm512_maskz_and_epi32(ALL, _mm512_loadu_si512(x + i), _mm512_set1_epi32(0x7FFFFFFF));
+        const __m512i key = _mm512_and_si512(_mm512_loadu_si512(x + i), _mm512_set1_epi32(0x7FFFFFFF));
         const uint64_t found = _mm512_cmpge_epu32_mask(key, _mm512_set1_epi32(static_cast<int32_t>(least)));
         word |= found << i;
     }
@@ -107,7 +107,7 @@ inline void for_each(uint64_t word, F visit) {
     for (; word; word &= word - 1) visit(__builtin_ctzll(word));
 }
 
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
 
 // x86-64-v4 moves lanes of 16 bits by a mask only where the processor has more: that is looked up when the library is loaded.
 #define WITH_VBMI2 __attribute__((target("avx512vbmi2")))
@@ -141,7 +141,7 @@ WITH_VBMI2 const Entry* expand_halves(const Entry* values, uint64_t word, Entry*
 // room for them. Returns where they end.
 template <class Entry>
 inline Entry* compress(const Entry* x, int64_t width, uint64_t word, Entry* place, const Entry* end) {
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
     if (sizeof(Entry) == 4 && width >= WORD && end - place >= WORD) {
         for (int i = 0; i < WORD; i += 16) {
             const __mmask16 kept = static_cast<__mmask16>(word >> i);
@@ -161,7 +161,7 @@ inline Entry* compress(const Entry* x, int64_t width, uint64_t word, Entry* plac
 // set, and zeros to the others. Returns where those end that found a place.
 template <class Entry>
 inline const Entry* expand(const Entry* values, const Entry* end, int64_t width, uint64_t word, Entry* y) {
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
     if (sizeof(Entry) == 4 && width >= WORD && end - values >= WORD) {
         for (int i = 0; i < WORD; i += 16) {
             const __mmask16 selected = static_cast<__mmask16>(word >> i);
