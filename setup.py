@@ -71,22 +71,21 @@ class BuildKernels(build_ext):
 
     def compile(self, source: Path, instruction_set: str) -> Path:
         """Compile `source`, unless its object is newer than it and all headers."""
-        made = Path(self.build_temp, instruction_set, source).with_suffix(".o")
+        object_file = Path(self.build_temp, instruction_set, source).with_suffix(".o")
         headers = [path for path in sources if path.suffix == ".h"]
-        if self.force or newer_group([source, *headers, KERNELS / "library.py"], made):
+        if self.force or newer_group([source, *headers, KERNELS / "library.py"], object_file):
             target = [f"-march={instruction_set}"] if instruction_set.startswith("x86-64") else []
-            call_compiler([*library["FLAGS"], *target, "-c", source], made)
-        return made
+            call_compiler([*library["FLAGS"], *target, "-c", source], object_file)
+        return object_file
 
     def link(self, extension: Extension, objects: Iterable[Path]) -> None:
         """Link `objects`, and what tells the library from others, to the library of `extension`."""
         made = Path(self.get_ext_fullpath(extension.name))
-        symbol, build_id = library["BUILD_ID"], Path(self.build_temp, "build_id.cpp")
-        said = f"{self.distribution.get_version()} {library['sources_hash']()}"
-        build_id.write_text(
-            f'extern "C" {{ extern const char* const {symbol}; const char* const {symbol} = "{said}"; }}\n'
-        )
-        call_compiler(["-shared", "-fPIC", "-pthread", *objects, build_id], made)
+        symbol, source = library["BUILD_ID"], Path(self.build_temp, "build_id.cpp")
+        build_id = f"{self.distribution.get_version()} {library['sources_hash']()}"
+        variable = f"const char* const {symbol}"
+        source.write_text(f'extern "C" {{ extern {variable}; {variable} = "{build_id}"; }}\n')
+        call_compiler(["-shared", "-fPIC", "-pthread", *objects, source], made)
 
 
 def call_compiler(words: Iterable[str | Path], made: Path) -> None:

@@ -2,8 +2,51 @@
 
 `reference` is plain PyTorch: it specifies every operation and runs on any device. `cpu` is C++ and numpy,
 `triton` is for GPUs. Each algorithm has a folder with a file of that name per backend; the operations in its
-`__all__` are registered, and reference.py says what each does. An operation that a backend lacks is that of
-the reference. All backends give the same bits.
+`__all__` are registered. An operation that a backend lacks is that of the reference. All backends give the
+same bits. These are all operations; their docstrings in reference.py say more. n is any size, a message is
+fp32, bf16, fp16 or fp64, a key has 64 bits, a finite flag is a bool of one element.
+
+quantize: groups of G values, G a multiple of 8; parts are packed codes, uint8 [n, G * bits / 8], steps [n],
+and offsets [n] unless the grid is symmetric, in units of the values and in the grid's scale dtype
+
+    quantize(groups, grid, dither, out, size)          [n, G], or any shape if `size` is G; dither: a key
+                                                       -> parts, in the memory `out` if that is given
+    dequantize(parts, grid, dtype, shape, dither)      -> [n, G] or `shape`, of `dtype` fp32 or bf16
+
+feedback: a state is fp32, bf16, or int8 codes of its shape and fp32 scales [numel / 128]; scale is the loss
+scale, by which messages are larger than states
+
+    quantize_with_residual(values, residual, scale, residual_decay, error_weight, grid, size, out)
+                                                       fp32 or bf16 [n * G] -> parts, next residual
+    quantize_change(values, state, scale, grid, size, out)       -> parts, next state
+    dequantize_change(parts, state, scale, grid, dtype)          -> values of state's shape, next state
+    delta(x, state, factor)                            -> x - factor * state in x's dtype
+    add_residual(x, residual, factor, finite)          -> x + factor * residual in x's dtype
+    update_state(state, change, divisor)               -> state + change / divisor, flag: it can be kept
+    update_residual(x, residual, sent, scale, residual_decay, error_weight)   -> next residual, flag
+    is_finite(matrix)                                  -> flag
+    choose(condition, first, second)                   flag, two of a shape -> one of them
+    encode_int8(value)                                 -> codes, scales
+    decode_int8(codes, scales)                         -> fp32 of codes' shape
+
+topk: entries are int64 indices [count] or bits, uint8 [numel / 8], lowest first; counts are in entries
+
+    select_largest(x, k, values)                       [rows, d] -> entries of the k largest of each row,
+                                                       their values [rows * k], in memory `values` if given
+    gather(x, entries, count)                          -> [count], nan if x is not finite
+    scatter(values, entries, shape)                    [count] -> `shape`, else zeros
+    pack_bits(bits)                                    bool [n] -> uint8 [n / 8]
+    unpack_bits(packed, numel)                         -> bool [numel]
+    set_bits(indices, numel)                           int64 [count] -> uint8 [numel / 8]
+    list_bits(packed, numel, count)                    -> int64 [count], ascending
+    copy_bits(packed, numel, count)                    -> entries in memory of their own
+
+entropy: words are int16 [frame.words], frame a `CodeLayout`, tolerance and shifts in octaves
+
+    encode_entropy(x, frame, dither)                   [frame.numel] -> words
+    decode_entropy(words, frame, dtype, dither)        -> [frame.numel] of fp32 or bf16, flag: a possible code
+    encode_rows(x, tolerance, frame, dither)           [rows, width] -> words, shifts int8 [rows]
+    decode_rows(words, shifts, frame, dtype, dither)   -> [frame.numel], flag
 """
 
 import logging

@@ -153,9 +153,6 @@ def _opened(name: str | None) -> ctypes.CDLL:
         reason = f"no compiled kernels for this processor in {FOLDER}"
         raise OSError(f"{reason}; install ds_compress again where there is a C++ compiler")
     path = file(name)
-    changed = path.stat().st_mtime
-    if any(source.stat().st_mtime > changed for source in sources()) and not is_current(path):
-        raise OSError(f"{path} is older than its C++ sources; run `python setup.py build_ext --inplace`")
     if not _is_complete(path):
         raise OSError(f"{path} is cut off; install ds_compress again")
     library = ctypes.CDLL(str(path))
@@ -163,9 +160,11 @@ def _opened(name: str | None) -> ctypes.CDLL:
         build_id = ctypes.c_char_p.in_dll(library, BUILD_ID).value or b""
     except ValueError:
         raise OSError(f"{path} is no library of ds_compress; install ds_compress again") from None
-    version = build_id.decode(errors="replace").partition(" ")[0]
+    version, _, sources_of_library = build_id.decode(errors="replace").partition(" ")
     if version != __version__:
         raise OSError(
             f"{path} belongs to version {version}, this is {__version__}; install ds_compress again"
         )
+    if sources() and sources_of_library != sources_hash():
+        raise OSError(f"{path} is older than its C++ sources; run `python setup.py build_ext --inplace`")
     return library

@@ -65,7 +65,7 @@ def test_the_worst_message_costs_nothing_with_the_coarsest_step():
     frame = frame_of(n, 0.1)
     histogram = torch.zeros(1, 2, 6144, dtype=torch.int64)
     histogram[:, :, -1] = n // 2  # each of the largest magnitude, of either sign: 1 bit per value, or none
-    plan = code_plan.search(histogram, frame, sure=True)
+    plan = code_plan.search(histogram, frame, worst_case=True)
     assert plan.words == 1 and plan.reach.tolist() == [[0, 0]] and plan.escapes == 0
     assert not roundtrip(
         {"name": "entropy", "bits": 0.1}, torch.ones(n).index_fill_(0, torch.arange(0, n, 2), -1)

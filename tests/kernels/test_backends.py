@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -39,6 +40,15 @@ def test_backends_have_the_same_functions(name):
     assert backend.functions.keys() == reference.functions.keys()
     for operation, function in backend.functions.items():
         assert inspect.signature(function) == inspect.signature(reference.functions[operation]), operation
+
+
+def test_the_page_of_operations_is_complete():
+    """backends.py lists each with its arguments."""
+    listed = dict(re.findall(r"^    (\w+)\((.*?)\)", backends.__doc__, re.MULTILINE))
+    assert listed == {
+        operation: ", ".join(inspect.signature(function).parameters)
+        for operation, function in reference.functions.items()
+    }
 
 
 def recording():

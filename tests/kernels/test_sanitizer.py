@@ -5,6 +5,7 @@ import itertools
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -157,11 +158,9 @@ def damaged_code(frame, code, decode) -> int:
 
 def overflow() -> None:
     """What the declarations are for: a buffer one byte too small."""
-    list_bits = kernels.list_bits
     found = torch.zeros(16, dtype=torch.int64)[:15].clone()
     packed = torch.full((2,), 255, dtype=torch.uint8)
-    words = [ctypes.c_int64(16), ctypes.c_int64(16)]
-    list_bits(ctypes.c_void_p(packed.data_ptr()), *words, ctypes.c_void_p(found.data_ptr()))
+    kernels.list_bits(struct.pack("QqQq", packed.data_ptr(), 16, found.data_ptr(), 16), 1)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Plan the code of a message: find the finest step whose code fits, from a histogram of the values.
 
-The cost of a symbol is that of an ideal coder. A plan that is `sure` adds SURE to it, and then fits for any
-order of the symbols. Proof: encoding a symbol of frequency f raises the state x of a lane to less than
-(4096 x / f) * (1 + f / x), where x / f is at least 16. So log2 x grows by the cost and at most by
-log2(17 / 16), SURE. Each written word lowers log2 x by 16. It starts at 16 and never ends lower, so a lane
-writes at most a sixteenth as many words as its symbols cost in bits, SURE included. In practice the 16 bits
-left in the states make up for SURE.
+The cost of a symbol is that of an ideal coder. A plan for the worst case adds ROUNDING_COST to each, and then
+fits for any order of the symbols. Proof: encoding a symbol of frequency f raises the state x of a lane to
+less than (4096 x / f) * (1 + f / x), where x / f is at least 16. So log2 x grows by the cost and at most by
+log2(17 / 16), ROUNDING_COST. Each written word lowers log2 x by 16. It starts at 16 and never ends lower, so
+a lane writes at most a sixteenth as many words as its symbols cost in bits, ROUNDING_COST included. In
+practice the 16 bits left in the states make up for it.
 """
 
 from collections.abc import Callable
@@ -22,10 +22,10 @@ from ds_compress.kernels.entropy.format import (
     LEVELS,
     LOWEST,
     PER_OCTAVE,
+    ROUNDING_COST,
     SHIFT_BITS,
     SHIFTS,
     STEPS,
-    SURE,
     TOTAL,
     CodeLayout,
     FormatTables,
@@ -54,7 +54,8 @@ class CodePlan(NamedTuple):
     """int64 [tables]: number of values beyond `reach`."""
 
     words: Tensor
-    """int64: words of tables, escapes and code; the code may be longer by SURE a symbol, unless `sure`."""
+    """int64: words of tables, escapes and code; the code may be longer by ROUNDING_COST a
+    symbol, unless that is planned for."""
 
 
 def exponent_of(bits: Tensor) -> Tensor:
@@ -78,19 +79,19 @@ def histogram_of(keys: Tensor, weights: Tensor) -> Tensor:
     return histogram.index_add_(0, keys, weights).view(1, 2, KEYS)
 
 
-def search(histogram: Tensor, frame: CodeLayout, sure: bool) -> CodePlan:
+def search(histogram: Tensor, frame: CodeLayout, worst_case: bool) -> CodePlan:
     """Return the plan with the finest step whose code fits, found by binary search.
 
     Args:
         histogram: int64 [1, 2, KEYS], counts of keys, for positive and for negative values.
-        sure: plan a code that fits for any order of the values; otherwise it may be some words too long.
+        worst_case: plan a code that fits for any order of the values; else it may be some words too long.
     """
-    made = tables(histogram.device)
+    constants = tables(histogram.device)
     counts = summed_from(histogram)
 
     def plan_of(step: Tensor) -> CodePlan:
-        from_q = counts[:, :, first_keys(step, made)]
-        return plan(step, from_q, counts[:, :, 0].sum(1), made, sure)
+        from_q = counts[:, :, first_keys(step, constants)]
+        return plan(step, from_q, counts[:, :, 0].sum(1), constants, worst_case)
 
     last = torch.full((), STEPS - 1, dtype=torch.int64, device=histogram.device)
     return plan_of(finest(plan_of, range(STEPS), last, frame.capacity))
@@ -106,24 +107,24 @@ def finest(plan_of: Callable[[Tensor], CodePlan], steps: range, last: Tensor, ca
     return low
 
 
-def first_keys(step: Tensor, made: FormatTables) -> Tensor:
+def first_keys(step: Tensor, constants: FormatTables) -> Tensor:
     """Return the first key of q = 1 .. 128, int64 [128]."""
-    return (at(made.first, step % FINER) - PER_OCTAVE * (step // FINER)).long().clamp(1, KEYS)
+    return (at(constants.first, step % FINER) - PER_OCTAVE * (step // FINER)).long().clamp(1, KEYS)
 
 
-def plan(step: Tensor, from_q: Tensor, n: Tensor, made: FormatTables, sure: bool) -> CodePlan:
+def plan(step: Tensor, from_q: Tensor, n: Tensor, constants: FormatTables, worst_case: bool) -> CodePlan:
     """Return how a message is coded with `step`.
 
     Args:
         from_q: int64 [tables, 2, 128], how many positive values, and how many negative ones, become
             q = 1 .. 128 or more.
         n: int64 [tables], how many values there are.
-        sure: see `search`.
+        worst_case: see `search`.
     """
     # twice the reach is worth its table where it holds more values than the table has words
-    few = from_q[:, :, made.levels] <= 2 * (made.levels + 1)
-    level = (~few).long().cumprod(2).sum(2).clamp(max=len(made.levels) - 1)
-    reach = made.levels[level]
+    few = from_q[:, :, constants.levels] <= 2 * (constants.levels + 1)
+    level = (~few).long().cumprod(2).sum(2).clamp(max=len(constants.levels) - 1)
+    reach = constants.levels[level]
     inside = torch.arange(127, dtype=torch.int64, device=from_q.device) < reach.unsqueeze(2)
     each = (from_q[:, :, :-1] - from_q[:, :, 1:]) * inside
     escapes = from_q.gather(2, reach.unsqueeze(2)).sum((1, 2))
@@ -131,9 +132,9 @@ def plan(step: Tensor, from_q: Tensor, n: Tensor, made: FormatTables, sure: bool
     frequencies = _frequency(each, share.view(-1, 1, 1), n.view(-1, 1, 1))
     beyond = _frequency(escapes, share, n)
     rest = TOTAL - frequencies.sum((1, 2)) - beyond
-    cost = made.cost.long()
-    if sure:
-        cost = cost + SURE * (cost > 0)
+    cost = constants.cost.long()
+    if worst_case:
+        cost = cost + ROUNDING_COST * (cost > 0)
     zeros = n - from_q[:, :, 0].sum(1)
     total = (each * cost[frequencies]).sum() + (escapes * cost[beyond] + zeros * cost[rest]).sum()
     words = reach.sum() + len(reach) + escapes.sum() + (total >> COST_BITS + 4)
@@ -143,9 +144,9 @@ def plan(step: Tensor, from_q: Tensor, n: Tensor, made: FormatTables, sure: bool
 def shift_of(histogram: Tensor, chosen: CodePlan) -> Tensor:
     """Return by how much magnitudes are smaller than their |q| steps on average, int64 [tables], in units
     of 2^-SHIFT_BITS steps."""
-    made = tables(histogram.device)
-    counts, sums = summed_from(histogram), summed_from(histogram * made.weight)
-    step, first = at(made.units, chosen.step), first_keys(chosen.step, made)
+    constants = tables(histogram.device)
+    counts, sums = summed_from(histogram), summed_from(histogram * constants.weight)
+    step, first = at(constants.units, chosen.step), first_keys(chosen.step, constants)
     beyond = first[chosen.reach].unsqueeze(2)  # [tables, 2, 1]: the first key that is
     from_q, escapes = counts[:, :, first], counts.gather(2, beyond)
     inside = torch.arange(127, dtype=torch.int64, device=first.device) < chosen.reach.unsqueeze(2)

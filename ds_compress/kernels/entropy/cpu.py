@@ -39,7 +39,7 @@ _FRAME: dict[str, Any] = {
     "classes": range(1, CLASSES + 1),
     "rows": SIZE,
 }
-_VALUES: dict[str, Any] = {"values": Buffer((*FLOATS,), ("numel",), dtype_from="bf16"), "bf16": FLAG}
+_VALUES: dict[str, Any] = {"values": Buffer(FLOATS, ("numel",), dtype_from="bf16"), "bf16": FLAG}
 _KEY: dict[str, Any] = {"dithered": FLAG, "dither_first": WORD, "dither_second": WORD}
 _CODE: dict[str, Any] = {
     "words": Buffer((torch.int16,), ("size",)),
@@ -76,29 +76,23 @@ _decode = Function(
 )
 
 
+_OF_FRAME = ("numel", "lanes", "length", "blocks", "classes", "dithered")
+
+
 class EntropyPlan:
     """Calls for messages of one frame, fp32 or bf16, in `rows` that are shifted, or 0."""
 
     def __init__(self, frame: CodeLayout, dtype: torch.dtype, rows: int):
-        made = tables(torch.device("cpu"))
-        known: dict[str, Any] = {
-            "bf16": dtype == torch.bfloat16,
-            "numel": frame.numel,
-            "size": frame.words,
-            "lanes": frame.lanes,
-            "length": frame.length,
-            "blocks": frame.blocks,
-            "classes": frame.classes,
-            "dithered": frame.dithered,
-            "rows": rows,
-        }
+        constants = tables(torch.device("cpu"))
+        known: dict[str, Any] = {name: getattr(frame, name) for name in _OF_FRAME}
+        known |= {"bf16": dtype == torch.bfloat16, "size": frame.words, "rows": rows}
         self.encode = _encode.bind(
             **known,
             is_sampled=frame.is_sampled,
             spare=spare_words(frame),
-            **{name: getattr(made, name) for name in ("first", "units", "cost", "quarter", "inverse")},
+            **{name: getattr(constants, name) for name in ("first", "units", "cost", "quarter", "inverse")},
         )
-        self.decode = _decode.bind(**known, steps=made.step)
+        self.decode = _decode.bind(**known, steps=constants.step)
 
 
 _plan = lru_cache(EntropyPlan)  # most messages have the shape of the one before

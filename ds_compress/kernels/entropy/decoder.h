@@ -74,15 +74,15 @@ inline Each fed(Each slot, Each state) {
 constexpr uint32_t CLASS_MASK = 256 - (256 >> CLASS_BITS);  // of the upper bits of a draw
 
 // One step of some lanes; words behind the last one are the last one.
-inline void decode_step(const Slots& slots, const uint16_t* code, int64_t last, int64_t lanes, Reader& of) {
+inline void decode_step(const Slots& slots, const uint16_t* code, int64_t last, int64_t lanes, Reader& block) {
     for (int64_t i = 0; i < lanes; ++i) {
-        const uint32_t its = of.drawn ? of.drawn[i] >> (8 - CLASS_BITS) << SCALE_BITS : 0;
-        const uint32_t slot = slots[its | (of.state[i] & LOW_BITS)], x = fed(slot, of.state[i]);
-        *of.q++ = static_cast<int8_t>(slot);
-        of.state[i] = x < START ? x << 16 | code[of.word > last ? last : of.word] : x;
-        of.word += x < START;
+        const uint32_t class_slots = block.drawn ? block.drawn[i] >> (8 - CLASS_BITS) << SCALE_BITS : 0;
+        const uint32_t slot = slots[class_slots | (block.state[i] & LOW_BITS)], x = fed(slot, block.state[i]);
+        *block.q++ = static_cast<int8_t>(slot);
+        block.state[i] = x < START ? x << 16 | code[block.word > last ? last : block.word] : x;
+        block.word += x < START;
     }
-    if (of.drawn) of.drawn += lanes;
+    if (block.drawn) block.drawn += lanes;
 }
 
 // Steps of all lanes of blocks that have words for it.
@@ -155,9 +155,9 @@ public:
 private:
     int64_t size(int64_t block) const { return Head::load_word(code, frame.sizes() + 2 * block); }
 
-    void begin(int64_t block, int64_t word, Reader& of) const {
-        for (int64_t i = 0; i < frame.lanes; ++i) of.state[i] = Head::load_word(code, 2 * (block * frame.lanes + i));
-        of.word = word;
+    void begin(int64_t block, int64_t word, Reader& reader) const {
+        for (int64_t i = 0; i < frame.lanes; ++i) reader.state[i] = Head::load_word(code, 2 * (block * frame.lanes + i));
+        reader.word = word;
     }
 
     void read_alone(int64_t count) {
@@ -169,25 +169,25 @@ private:
     template <int BLOCKS>
     void steps(int64_t count, int64_t lanes) {
         while (count) {
-            const int64_t some = count < STEPS_AT_ONCE ? count : STEPS_AT_ONCE;
+            const int64_t run = count < STEPS_AT_ONCE ? count : STEPS_AT_ONCE;
             bool alone = lanes != MOST_LANES;  // or near the end of the code
-            const int8_t* its[BLOCKS];
+            const int8_t* start[BLOCKS];
             for (int b = 0; b < BLOCKS; ++b) {
-                alone |= blocks[b].word + some * MOST_LANES > frame.words;
-                its[b] = blocks[b].q;
-                blocks[b].drawn = sink.draws_of(b, first + (its[b] - q), some * lanes);
+                alone |= blocks[b].word + run * MOST_LANES > frame.words;
+                start[b] = blocks[b].q;
+                blocks[b].drawn = sink.draw(b, first + (start[b] - q), run * lanes);
             }
             if (alone) {
                 for (int b = 0; b < BLOCKS; ++b)
-                    for (int64_t step = 0; step < some; ++step)
+                    for (int64_t step = 0; step < run; ++step)
                         decode_step(slots, code, frame.words - 1, lanes, blocks[b]);
             } else if (blocks[0].drawn) {
-                decode_steps<BLOCKS, true>(slots, code, some, blocks);
+                decode_steps<BLOCKS, true>(slots, code, run, blocks);
             } else {
-                decode_steps<BLOCKS, false>(slots, code, some, blocks);
+                decode_steps<BLOCKS, false>(slots, code, run, blocks);
             }
-            for (int b = 0; b < BLOCKS; ++b) sink.put(b, first + (its[b] - q), some * lanes, its[b]);
-            count -= some;
+            for (int b = 0; b < BLOCKS; ++b) sink.put(b, first + (start[b] - q), run * lanes, start[b]);
+            count -= run;
         }
     }
 
@@ -221,16 +221,16 @@ struct Dequantizer {
     Dequantizer(const Head& head, const float* steps)
         : step(steps[head.step] / (1 << SHIFT_BITS)), scale(as_float(static_cast<uint32_t>(head.exponent) << 23)) {}
 
-    Floats of(Ints q, Ints shift) const {
+    Floats dequantize(Ints q, Ints shift) const {
         const Ints distance = ((q < 0 ? -q : q) << SHIFT_BITS) - shift;
         const Floats size = smaller(__builtin_convertvector(distance, Floats) * step, Floats{} + HIGHEST) * scale;
         return (Floats)(q == 0 ? Ints{} : (Ints)size | (q & static_cast<int32_t>(~MAGNITUDE)));
     }
 
-    float of(int32_t q, int32_t shift) const { return of(Ints{} + q, Ints{} + shift)[0]; }
+    float dequantize(int32_t q, int32_t shift) const { return dequantize(Ints{} + q, Ints{} + shift)[0]; }
 
     // Of a value that is beyond.
-    float of_key(uint16_t escape) const {
+    float key_value(uint16_t escape) const {
         const float size = as_float(((escape & 0x7FFFu) + static_cast<uint32_t>(LOWEST * PER_OCTAVE)) << KEY_SHIFT |
                                     1u << (KEY_SHIFT - 1));
         const float within = size < HIGHEST ? size : HIGHEST;
@@ -240,8 +240,8 @@ struct Dequantizer {
     template <class Out>
     void put(const int8_t* q, int64_t n, int32_t shift, Out* y) const {
         int64_t i = 0;
-        for (; i + LANES <= n; i += LANES) store(of(load(q + i), Ints{} + shift), y + i);
-        for (; i < n; ++i) store(of(q[i], shift), y[i]);
+        for (; i + LANES <= n; i += LANES) store(dequantize(load(q + i), Ints{} + shift), y + i);
+        for (; i < n; ++i) store(dequantize(q[i], shift), y[i]);
     }
 };
 
@@ -261,10 +261,10 @@ public:
     // Whether there is one for each BEYOND of q [n], and put(i, escape) takes each of them.
     template <class Put>
     bool take(const int8_t* q, int64_t n, const Put& put) {
-        constexpr int64_t SOME = 256;  // most of them have none
-        for (int64_t start = 0; start < n; start += SOME) {
-            const int64_t end = std::min(start + SOME, n);
-            if (end - start == SOME && !holds_beyond<SOME>(q + start)) continue;
+        constexpr int64_t RUN = 256;  // most of them have none
+        for (int64_t start = 0; start < n; start += RUN) {
+            const int64_t end = std::min(start + RUN, n);
+            if (end - start == RUN && !holds_beyond<RUN>(q + start)) continue;
             for (int64_t i = start; i < end; ++i) {
                 if (q[i] != BEYOND) continue;
                 if (--next < last || !put(i, code[next])) return false;
@@ -285,19 +285,19 @@ public:
     Values(const uint16_t* code, const Frame& frame, const Head& head, const float* steps, const UnshiftedRows<Out>& rows)
         : by(head, steps), shift(static_cast<int32_t>(head.shift[0])), escapes(code, frame, head), rows(rows) {}
 
-    const uint8_t* draws_of(int64_t, int64_t, int64_t) { return nullptr; }
+    const uint8_t* draw(int64_t, int64_t, int64_t) { return nullptr; }
     void put(int64_t, int64_t, int64_t, const int8_t*) {}
 
     // Whether q of values [begin, begin + n) can have been encoded.
     bool finish(int64_t begin, int64_t n, const int8_t* q) {
-        constexpr int64_t SOME = 4096;  // the cache has them
-        for (const int64_t end = begin + n; begin < end; begin += SOME, q += SOME) {
-            const int64_t count = std::min(SOME, end - begin);
+        constexpr int64_t RUN = 4096;  // the cache has them
+        for (const int64_t end = begin + n; begin < end; begin += RUN, q += RUN) {
+            const int64_t count = std::min(RUN, end - begin);
             Out* y = rows.y + begin;
             by.put(q, count, shift, y);
             const bool fits = escapes.take(q, count, [&](int64_t i, uint16_t escape) {
                 const int64_t key = escape & 0x7FFF;
-                store(by.of_key(escape), y[i]);
+                store(by.key_value(escape), y[i]);
                 return key > 0 && key < KEYS;
             });
             if (!fits) return false;

@@ -17,8 +17,8 @@ public:
     explicit DrawnRun(const Draws& draws) : draws(draws) {}
 
     // Those of `count` values from `value` on; a vector behind them can be read.
-    const uint8_t* of(int64_t value, int64_t count) {
-        draws.of_rows(value / Draws::ROW, value % Draws::ROW + count, drawn);
+    const uint8_t* draw(int64_t value, int64_t count) {
+        draws.fill_rows(value / Draws::ROW, value % Draws::ROW + count, drawn);
         return drawn + value % Draws::ROW;
     }
 
@@ -33,11 +33,6 @@ private:
 // How many values of a table are q = 1 .. COUNTED or more, and -1 .. -COUNTED or less.
 typedef int64_t FromQ[2][COUNTED];
 
-struct DitherTables {
-    const int32_t* quarter;  // [FINER, QUARTERS + 1]
-    const float* inverse;    // [STEPS]
-};
-
 // What a message is coded from, for an `Encoder`.
 template <class In>
 class DitheredCode {
@@ -45,16 +40,16 @@ public:
     Plan plans[CLASSES];
     uint16_t* keys;
 
-    DitheredCode(const ShiftedRows<In>& x, const Frame& frame, const Tables& tables, const DitherTables& its, uint32_t exponent,
-                 const Draws& draws, uint16_t* keys, uint32_t* copies)
-        : keys(keys), x(x), frame(frame), tables(tables), its(its), drawn(draws), lower(drawn.lower()), copies(copies),
-          scale(as_float((255 - exponent) << 23)), class_bits(frame.classes > 1 ? 0xC0 : 0) {}
+    DitheredCode(const ShiftedRows<In>& x, const EncodeArguments& args, uint32_t exponent)
+        : keys(args.keys), x(x), frame(args.frame), tables(args.tables), drawn(Draws(args.first, args.second)),
+          lower(drawn.lower()), copies(args.space), scale(as_float((255 - exponent) << 23)),
+          class_bits(frame.classes > 1 ? 0xC0 : 0) {}
 
     // Makes the keys and counts of what each value becomes: class * NUMBERS + q + COUNTED, q within COUNTED.
     void quantize(int64_t step) {
         present = step;
         count_values<STRIDE>(x, frame.numel, keys, copies,
-                             [&](const In* some, int64_t begin, int64_t n) { make_keys(some, begin, n); });
+                             [&](const In* values, int64_t begin, int64_t n) { make_keys(values, begin, n); });
         for (int64_t number = 0; number < frame.classes; ++number) count(number);
     }
 
@@ -90,21 +85,21 @@ public:
         }
         if (!escapes) return place;
         const uint16_t least = static_cast<uint16_t>(COUNTED - below), reach = static_cast<uint16_t>(above + below);
-        constexpr int64_t SOME = 256;  // most of them have none
-        const auto has_some = [=](const uint16_t* some) {  // where a class with the least reach would have one
+        constexpr int64_t RUN = 256;  // most of them have none
+        const auto may_hold_beyond = [=](const uint16_t* run) {  // where a class with the least reach would have one
             uint16_t found = 0;
-            for (int64_t i = 0; i < SOME; ++i) found |= static_cast<uint16_t>((some[i] & (NUMBERS - 1)) - least) > reach;
+            for (int64_t i = 0; i < RUN; ++i) found |= static_cast<uint16_t>((run[i] & (NUMBERS - 1)) - least) > reach;
             return found;
         };
-        for (int64_t start = begin; start < begin + n; start += SOME) {
-            const int64_t end = std::min(start + SOME, begin + n);
-            if (end - start == SOME && !has_some(keys + start)) continue;
+        for (int64_t start = begin; start < begin + n; start += RUN) {
+            const int64_t end = std::min(start + RUN, begin + n);
+            if (end - start == RUN && !may_hold_beyond(keys + start)) continue;
             for (int64_t i = start; i < end; ++i) {
                 if (!beyond[keys[i]]) continue;
                 In one;
                 const Floats value = Floats{} + to_float(*x.read(i, 1, &one));
-                const Words upper = Words{} + static_cast<uint32_t>(*drawn.of(i, 1));
-                *--place = static_cast<uint16_t>(numbers(value, upper, its.inverse[present])[0]);
+                const Words upper = Words{} + static_cast<uint32_t>(*drawn.draw(i, 1));
+                *--place = static_cast<uint16_t>(numbers(value, upper, tables.inverse[present])[0]);
             }
         }
         return place;
@@ -124,8 +119,8 @@ private:
 
     // Of n values from `value` on, MANY at most.
     void make_keys(const In* from, int64_t value, int64_t n) {
-        const float inverse = its.inverse[present];
-        const uint8_t* uppers = drawn.of(value, n);
+        const float inverse = tables.inverse[present];
+        const uint8_t* uppers = drawn.draw(value, n);
         const Words classes = Words{} + static_cast<uint32_t>(frame.classes > 1 ? (CLASSES - 1) * NUMBERS : 0);
         constexpr uint32_t PER_DRAW = CLASSES * NUMBERS / 256;  // their highest bits become those of a class
         const auto make = [&](int64_t i, int64_t lanes) __attribute__((always_inline)) {
@@ -178,7 +173,6 @@ private:
     const ShiftedRows<In>& x;
     const Frame& frame;
     const Tables& tables;
-    const DitherTables& its;
     mutable DrawnRun<MANY> drawn;
     const uint32_t lower;
     uint32_t* copies;
@@ -192,9 +186,8 @@ private:
 typedef int64_t Sums[2][KEYS + 1];
 
 // The words that tables and code are expected to take with a step.
-inline int64_t expect(const Counts& counts, const Sums& sums, int64_t step, const Frame& frame, const Tables& tables,
-                      const DitherTables& its) {
-    const int32_t* quarter = its.quarter + step % FINER * (QUARTERS + 1);
+inline int64_t expect(const Counts& counts, const Sums& sums, int64_t step, const Frame& frame, const Tables& tables) {
+    const int32_t* quarter = tables.quarter + step % FINER * (QUARTERS + 1);
     const int64_t n = (static_cast<int64_t>(counts[0][0]) + counts[1][0]) / frame.classes;
     const int64_t unit = tables.units[step];
     int64_t each[2][QUARTERS];
@@ -230,16 +223,6 @@ inline int64_t expect(const Counts& counts, const Sums& sums, int64_t step, cons
     return words + (total >> (COST_BITS + 4));
 }
 
-inline int64_t first_step(const Counts& counts, const Sums& sums, const Frame& frame, const Tables& tables,
-                          const DitherTables& its, int64_t finest, int64_t spare) {
-    int64_t low = COARSEST, high = finest + 1;
-    while (high - low > 1) {
-        const int64_t middle = (low + high) / 2;
-        (expect(counts, sums, middle, frame, tables, its) <= frame.room() - spare ? low : high) = middle;
-    }
-    return low;
-}
-
 // A code in which all values are 0.
 inline void write_zeros(uint32_t exponent, const Frame& frame, uint16_t* words) {
     std::memset(words, 0, frame.words * sizeof *words);
@@ -259,9 +242,9 @@ void count_sample(const ShiftedRows<In>& x, int64_t numel, uint32_t exponent, Co
         const int64_t n = std::min(numel - run * RUN, RUN);
         In space[RUN];
         uint16_t keys[RUN];
-        const In* some = x.read(run * RUN, n, space);
-        if (n == RUN) make_keys<RUN>(some, n, exponent, keys);
-        else make_keys(some, n, exponent, keys);
+        const In* values = x.read(run * RUN, n, space);
+        if (n == RUN) make_keys<RUN>(values, n, exponent, keys);
+        else make_keys(values, n, exponent, keys);
         for (int64_t i = 0; i < n; ++i) counted[keys[i]] += SAMPLED;
     }
     add_up(histogram, counts);
@@ -269,42 +252,38 @@ void count_sample(const ShiftedRows<In>& x, int64_t numel, uint32_t exponent, Co
 
 // As `encode_tensor`.
 template <class In>
-void encode_dithered(const ShiftedRows<In>& x, bool is_sampled, const Frame& frame, const Tables& tables,
-                     const DitherTables& its, const Draws& draws, int64_t spare, Sums& sums, uint16_t* keys,
-                     uint32_t* space, uint16_t* scratch, uint16_t* words) {
-    const uint32_t exponent = exponent_of(x.largest);
-    std::memset(words, 0, frame.words * sizeof *words);
-    if (exponent == NOT_FINITE) {
-        words[frame.head()] = NOT_FINITE;
-        return;
-    }
+void encode_dithered(const ShiftedRows<In>& x, uint32_t exponent, const EncodeArguments& args) {
+    const Frame& frame = args.frame;
     const uint32_t wanted = exponent + COARSER, raised = wanted < NOT_FINITE ? wanted : NOT_FINITE - 1;
-    if (!x.largest) return write_zeros(raised, frame, words);
-    Counts& counts = *reinterpret_cast<Counts*>(space + 2 * KEYS * COPIES);
+    if (!x.largest) return write_zeros(raised, frame, args.words);
+    Counts& counts = *reinterpret_cast<Counts*>(args.space + 2 * KEYS * COPIES);
     Histogram& histogram = *reinterpret_cast<Histogram*>(&counts + 1);
-    if (is_sampled) count_sample(x, frame.numel, raised, counts, histogram);
-    else make_histogram(x, frame.numel, raised, keys, space, counts, histogram);
+    if (args.is_sampled) count_sample(x, frame.numel, raised, counts, histogram);
+    else make_histogram(x, frame.numel, raised, args.keys, args.space, counts, histogram);
+    Sums& sums = *reinterpret_cast<Sums*>(args.sums);
     for (int side = 0; side < 2; ++side) {
         sums[side][KEYS] = 0;
         for (int64_t key = KEYS - 1; key >= 0; --key)
             sums[side][key] = sums[side][key + 1] + weight_of(key) * histogram[side][key];
     }
-    const int64_t finest = FINEST - FINER * static_cast<int64_t>(wanted - raised);
-    const int64_t first = first_step(counts, sums, frame, tables, its, finest, spare);
-    DitheredCode<In> code(x, frame, tables, its, raised, draws, keys, space);
+    const int64_t end = FINEST - FINER * static_cast<int64_t>(wanted - raised) + 1;
+    const int64_t first = finest(COARSEST, end, frame.room() - args.spare, [&](int64_t step) {
+        return expect(counts, sums, step, frame, args.tables);
+    });
+    DitheredCode<In> code(x, args, raised);
     int64_t step = first;
     for (int64_t attempt = 0; attempt < ATTEMPTS; ++attempt) {
         code.quantize(step);
         const int64_t expected = code.plan(), lacking = expected + expected / MARGIN + 1 - frame.room();
         if (lacking <= 0) {
             const int64_t shifts[CLASSES] = {};
-            if (Encoder(code, frame, space, scratch, words).write(raised, shifts)) return;
+            if (Encoder(code, args).write(raised, shifts)) return;
             break;
         }
         const int64_t coarser = 2 * (first - step) + 1 + lacking * 16 * FINER / frame.numel;
         step = first - coarser < COARSEST ? COARSEST : first - coarser;
     }
-    write_zeros(raised, frame, words);
+    write_zeros(raised, frame, args.words);
 }
 
 // Takes the dither off decoded q, where draws are at hand.
@@ -314,8 +293,8 @@ public:
     DitherRemoval(const uint16_t* code, const Frame& frame, const Head& head, const float* steps, const Draws& draws,
                   const UnshiftedRows<Out>& rows)
         : unit(head.step ? steps[head.step] * 0x1p-16f : 0.0f), scale(as_float(static_cast<uint32_t>(head.exponent) << 23)),
-          has_classes(frame.classes > 1), rows(rows), escapes(code, frame, head), draws(draws),
-          runs{Some(draws), Some(draws)}, drawn(), highest(32767 - static_cast<int32_t>(runs[0].lower())) {
+          has_classes(frame.classes > 1), rows(rows), escapes(code, frame, head),
+          runs{Run(draws), Run(draws)}, drawn(), highest(32767 - static_cast<int32_t>(runs[0].lower())) {
         int64_t reach = 0;
         for (int64_t table = 0; table < frame.classes; ++table)
             reach = std::max({reach, head.above[table], head.below[table]});
@@ -323,8 +302,8 @@ public:
         is_ordinary = static_cast<float>(reach + 1) * 0x1p16f * unit <= HIGHEST && unit * 0.5f * scale >= 0x1p-126f;
     }
 
-    const uint8_t* draws_of(int64_t b, int64_t value, int64_t count) {
-        drawn[b] = runs[b].of(value, count);
+    const uint8_t* draw(int64_t b, int64_t value, int64_t count) {
+        drawn[b] = runs[b].draw(value, count);
         return has_classes ? drawn[b] : nullptr;
     }
 
@@ -344,7 +323,7 @@ public:
 
     bool finish(int64_t begin, int64_t n, const int8_t* q) {
         const bool fits = escapes.take(q, n, [&](int64_t i, uint16_t escape) {
-            const int32_t number = static_cast<int16_t>(escape), upper = draws.upper(begin + i);
+            const int32_t number = static_cast<int16_t>(escape), upper = *runs[0].draw(begin + i, 1);
             store(values_of(Ints{} + number, Ints{} + upper)[0], rows.y[begin + i]);
             return number <= LARGEST_Q && number >= -LARGEST_Q;
         });
@@ -353,7 +332,7 @@ public:
     }
 
 private:
-    typedef DrawnRun<STEPS_AT_ONCE * MOST_LANES> Some;
+    typedef DrawnRun<STEPS_AT_ONCE * MOST_LANES> Run;
 
     // upper: of their draws.
     Floats values_of(Ints numbers, Ints upper) const {
@@ -381,8 +360,7 @@ private:
     bool has_classes, is_ordinary = false;
     const UnshiftedRows<Out> rows;
     Escapes escapes;
-    Draws draws;
-    Some runs[AT_ONCE];
+    Run runs[AT_ONCE];
     const uint8_t* drawn[AT_ONCE];
     const int32_t highest;  // less the lower bits of all draws
     const float offset = highest + 0.5f - 256 * OFFSET;

@@ -73,7 +73,7 @@ def encode_dithered(
         dither: key of the random draws.
         weights: of the values, see `sample_weights`.
     """
-    device, made = bits.device, tables(bits.device)
+    device, constants = bits.device, tables(bits.device)
     drawn = draws_in_order(frame.numel, dither, device)
     table = _tables_of_values(frame, drawn)
     n = torch.zeros(frame.classes, dtype=torch.int64, device=device)
@@ -86,14 +86,14 @@ def encode_dithered(
 
     step, fits = first, torch.zeros((), dtype=torch.bool, device=device)
     for attempt in range(ATTEMPTS):
-        its_q = _quantize(twice, drawn, step)
-        its_plan = plan(step, _count(its_q, table, len(n)), n, made, sure=False)
+        new_q = _quantize(twice, drawn, step)
+        new_plan = plan(step, _count(new_q, table, len(n)), n, constants, worst_case=False)
         if attempt == 0:
-            q, chosen = its_q, its_plan
+            q, chosen = new_q, new_plan
         else:
-            q = torch.where(fits, q, its_q)
-            chosen = CodePlan(*(torch.where(fits, old, new) for old, new in zip(chosen, its_plan)))
-        lacking = its_plan.words + its_plan.words // MARGIN + 1 - frame.capacity
+            q = torch.where(fits, q, new_q)
+            chosen = CodePlan(*(torch.where(fits, old, new) for old, new in zip(chosen, new_plan)))
+        lacking = new_plan.words + new_plan.words // MARGIN + 1 - frame.capacity
         fits = fits | (lacking <= 0)
         if device.type == "cpu" and fits:  # the host of a GPU does not ask
             break
@@ -172,15 +172,15 @@ def _first_step(histogram: Tensor, frame: CodeLayout, finest_step: Tensor) -> Te
     Args:
         histogram: see `search`.
     """
-    made = tables(histogram.device)
-    counts, sums = summed_from(histogram), summed_from(histogram * made.weight)
+    constants = tables(histogram.device)
+    counts, sums = summed_from(histogram), summed_from(histogram * constants.weight)
     quarters = torch.arange(CLASSES * _MOST + 1, dtype=torch.int64, device=histogram.device)
     n = (counts[:, :, 0].sum(1) // frame.classes).expand(frame.classes)
 
     def expected(step: Tensor) -> CodePlan:
-        keys = (at(made.quarter, step % FINER) - PER_OCTAVE * (step // FINER)).long().clamp(1, KEYS)
+        keys = (at(constants.quarter, step % FINER) - PER_OCTAVE * (step // FINER)).long().clamp(1, KEYS)
         keys[0] = 0
-        unit = at(made.units, step)
+        unit = at(constants.units, step)
         above, weight = counts[:, :, keys], sums[:, :, keys]
         inside = above[:, :, :-1] - above[:, :, 1:]
         distance = weight[:, :, :-1] - weight[:, :, 1:] - inside * (quarters[:-1] * unit // CLASSES)
@@ -191,7 +191,7 @@ def _first_step(histogram: Tensor, frame: CodeLayout, finest_step: Tensor) -> Te
         from_q = torch.stack([positive, negative], dim=1).squeeze(0).permute(2, 0, 1)  # [classes, 2, 128]
         if frame.classes == 1:
             from_q = from_q.sum(0, keepdim=True)
-        return plan(step, from_q // CLASSES, n, made, sure=False)
+        return plan(step, from_q // CLASSES, n, constants, worst_case=False)
 
     return finest(expected, DITHERED_STEPS, finest_step, frame.capacity - spare_words(frame))
 

@@ -32,7 +32,7 @@ inline void find_first_keys(int64_t step, const Tables& tables, Plan& plan) {
 
 // from[side][i]: how many values become q = i + 1 or more, or -(i + 1) or less.
 template <class From>
-inline void make_plan(const From& from, int64_t n, const Tables& tables, bool sure, Plan& plan) {
+inline void make_plan(const From& from, int64_t n, const Tables& tables, bool worst_case, Plan& plan) {
     int64_t reach[2], escapes = 0, present = 0, zeros = n;
     for (int side = 0; side < 2; ++side) {
         int64_t most = 0;
@@ -50,7 +50,7 @@ inline void make_plan(const From& from, int64_t n, const Tables& tables, bool su
         const int64_t cost = tables.cost[frequency];
         plan.frequency[symbol] = frequency;
         rest -= frequency;
-        total += count * (cost + (sure && cost ? SURE : 0));
+        total += count * (cost + (worst_case && cost ? ROUNDING_COST : 0));
     };
     for (int side = 0; side < 2; ++side)
         for (int64_t i = 0; i < reach[side]; ++i)
@@ -58,7 +58,7 @@ inline void make_plan(const From& from, int64_t n, const Tables& tables, bool su
     add(plan.beyond(), escapes);
     plan.frequency[plan.below] = static_cast<uint32_t>(rest);
     const int64_t cost = tables.cost[rest];
-    total += zeros * (cost + (sure && cost ? SURE : 0));
+    total += zeros * (cost + (worst_case && cost ? ROUNDING_COST : 0));
     plan.cost = total;
 }
 
@@ -74,20 +74,21 @@ struct FromKeys {
 };
 
 // Makes the plan with a step; returns the words that its table, escapes and code take.
-inline int64_t plan_step(const Counts& counts, int64_t step, const Frame& frame, const Tables& tables, bool sure,
+inline int64_t plan_step(const Counts& counts, int64_t step, const Frame& frame, const Tables& tables, bool worst_case,
                          Plan& plan) {
     find_first_keys(step, tables, plan);
-    make_plan(FromKeys{{{counts[0], plan.first}, {counts[1], plan.first}}}, frame.numel, tables, sure, plan);
+    make_plan(FromKeys{{{counts[0], plan.first}, {counts[1], plan.first}}}, frame.numel, tables, worst_case, plan);
     return plan.beyond() + plan.escapes + (plan.cost >> (COST_BITS + 4));
 }
 
-inline void search(const Counts& counts, const Frame& frame, const Tables& tables, bool sure, Plan& plan) {
-    int64_t low = 0, high = STEPS;
+// The largest step from `low` to below `high` that needs no more words than `room`; else `low`.
+template <class F>
+int64_t finest(int64_t low, int64_t high, int64_t room, const F& words_of) {
     while (high - low > 1) {
         const int64_t middle = (low + high) / 2;
-        (plan_step(counts, middle, frame, tables, sure, plan) <= frame.room() ? low : high) = middle;
+        (words_of(middle) <= room ? low : high) = middle;
     }
-    plan_step(counts, low, frame, tables, sure, plan);
+    return low;
 }
 
 // The middle of a key, in units of 2^-32.
@@ -151,16 +152,16 @@ struct Lanes {
 };
 
 // One step of some lanes: their words go in front of those that are there.
-inline void encode_step(const uint32_t* table, int64_t lanes, Lanes& of) {
-    of.keys -= lanes;
+inline void encode_step(const uint32_t* table, int64_t lanes, Lanes& block) {
+    block.keys -= lanes;
     for (int64_t i = lanes - 1; i >= 0; --i) {
-        const uint32_t entry = table[of.keys[i]], f = (entry >> SCALE_BITS) + 1, start = entry & LOW_BITS;
-        uint32_t x = of.state[i];
+        const uint32_t entry = table[block.keys[i]], f = (entry >> SCALE_BITS) + 1, start = entry & LOW_BITS;
+        uint32_t x = block.state[i];
         if ((x >> 20) >= f) {  // the next state would not fit in 32 bits
-            *--of.out = static_cast<uint16_t>(x);
+            *--block.out = static_cast<uint16_t>(x);
             x >>= 16;
         }
-        of.state[i] = x + x / f * static_cast<uint32_t>(TOTAL - f) + start;
+        block.state[i] = x + x / f * static_cast<uint32_t>(TOTAL - f) + start;
     }
 }
 
@@ -246,9 +247,9 @@ struct KeyCode {
 template <class Code>
 class Encoder {
 public:
-    // table: [2 * KEYS]; scratch: [AT_ONCE, frame.length], as a value writes one word at most.
-    Encoder(const Code& code, const Frame& frame, uint32_t* table, uint16_t* scratch, uint16_t* words)
-        : code(code), frame(frame), table(table), scratch(scratch), words(words) {}
+    // args.space: [2 * KEYS], for a table; args.scratch: [AT_ONCE, frame.length], as a value writes one word at most.
+    Encoder(const Code& code, const EncodeArguments& args)
+        : code(code), frame(args.frame), table(args.space), scratch(args.scratch), words(args.words) {}
 
     // Whether it had.
     bool write(uint32_t exponent, const int64_t* shifts) {
@@ -327,8 +328,8 @@ void count_values(const ShiftedRows<In>& x, int64_t numel, const uint16_t* keys,
 template <class In>
 void make_histogram(const ShiftedRows<In>& x, int64_t numel, uint32_t exponent, uint16_t* keys, uint32_t* copies,
                     Counts& counts, Histogram& histogram) {
-    count_values(x, numel, keys, copies, [&](const In* some, int64_t begin, int64_t n) {
-        make_keys(some, n, exponent, keys + begin);
+    count_values(x, numel, keys, copies, [&](const In* values, int64_t begin, int64_t n) {
+        make_keys(values, n, exponent, keys + begin);
     });
     for (int64_t i = 0; i < 2 * KEYS; ++i) {
         uint32_t total = 0;
@@ -338,24 +339,20 @@ void make_histogram(const ShiftedRows<In>& x, int64_t numel, uint32_t exponent, 
     add_up(histogram, counts);
 }
 
-// space: COPIES of a histogram, where the table is later; then counts and histogram.
+// Codes a finite message whose largest magnitude has that exponent. args.space: COPIES of a histogram, where the table is later;
+// then counts and histogram. args.words: zeros.
 template <class In>
-void encode_tensor(const ShiftedRows<In>& x, const Frame& frame, Tables tables, uint16_t* keys, uint32_t* space,
-                   uint16_t* scratch, uint16_t* words) {
-    const uint32_t exponent = exponent_of(x.largest);
-    std::memset(words, 0, frame.words * sizeof *words);
-    if (exponent == NOT_FINITE) {
-        words[frame.head()] = NOT_FINITE;
-        return;
-    }
-    Counts& counts = *reinterpret_cast<Counts*>(space + 2 * KEYS * COPIES);
+void encode_tensor(const ShiftedRows<In>& x, uint32_t exponent, const EncodeArguments& args) {
+    const Frame& frame = args.frame;
+    Counts& counts = *reinterpret_cast<Counts*>(args.space + 2 * KEYS * COPIES);
     Histogram& histogram = *reinterpret_cast<Histogram*>(&counts + 1);
-    make_histogram(x, frame.numel, exponent, keys, space, counts, histogram);
-    for (int sure = 0; sure < 2; ++sure) {  // where the first code comes out too long, the second one cannot
+    make_histogram(x, frame.numel, exponent, args.keys, args.space, counts, histogram);
+    for (int worst_case = 0; worst_case < 2; ++worst_case) {  // where the first code comes out too long, the second one cannot
         Plan plan;
-        search(counts, frame, tables, sure, plan);
-        const int64_t shift = shift_of(histogram, counts, plan, tables);
-        if (Encoder(KeyCode{keys, &plan}, frame, space, scratch, words).write(exponent, &shift)) return;
-        std::memset(words, 0, frame.words * sizeof *words);
+        const auto words_of = [&](int64_t step) { return plan_step(counts, step, frame, args.tables, worst_case, plan); };
+        words_of(finest(0, STEPS, frame.room(), words_of));
+        const int64_t shift = shift_of(histogram, counts, plan, args.tables);
+        if (Encoder(KeyCode{args.keys, &plan}, args).write(exponent, &shift)) return;
+        std::memset(args.words, 0, frame.words * sizeof *args.words);
     }
 }

@@ -2,62 +2,61 @@
 //
 // The lanes of a block are the elements of vectors; only the words that some lanes write or read are handled one by one.
 
-#include "../native/calls.h"
 #include "decoder.h"
 #include "dithered.h"
 #include "encoder.h"
 
 namespace {
 
-template <class Pointer>
-using Value = std::remove_const_t<std::remove_pointer_t<Pointer>>;
+// As cpu.py declares them.
+struct DecodeArguments {
+    void* values;
+    int64_t bf16;
+    Frame frame;
+    int64_t rows;
+    const float* steps;
+    int64_t dithered, first, second;
+    int8_t* q;  // [AT_ONCE, length]
+    const uint16_t* words;
+    const int8_t* shifts;
+};
+
+template <class Out>
+bool decode(Out* y, const Head& head, const DecodeArguments& args) {
+    const Frame& frame = args.frame;
+    if (!head.finite()) {
+        for (int64_t i = 0; i < frame.numel; ++i) store(as_float(0x7FC00000), y[i]);
+        return true;
+    }
+    const UnshiftedRows<Out> to = {y, args.rows ? frame.numel / args.rows : frame.numel, args.rows ? args.shifts : nullptr};
+    if (!args.dithered)
+        return Decoder(args.words, frame, head, Values<Out>(args.words, frame, head, args.steps, to)).read(args.q);
+    if (!is_dithered(frame, head)) return false;
+    const Draws draws(args.first, args.second);
+    return Decoder(args.words, frame, head, DitherRemoval<Out>(args.words, frame, head, args.steps, draws, to)).read(args.q);
+}
 
 }  // namespace
 
-// What both functions take; cpu.py declares it.
-#define FRAME_PARAMETERS \
-    int64_t numel, int64_t size, int64_t lanes, int64_t length, int64_t blocks, int64_t classes, int64_t rows
-#define FRAME Frame{numel, size, lanes, length, blocks, classes}
-
 extern "C" {
 
-// rows: that are shifted, or 0. keys [numel], space [2 * KEYS * COPIES + 4 * KEYS + 2], scratch [AT_ONCE, length], levels [rows],
-// shifts [rows].
-void encode_entropy(const void* x, int64_t bf16, FRAME_PARAMETERS, int64_t is_sampled, int64_t spare, const int32_t* first,
-                    const int64_t* units, const int32_t* cost, const int32_t* quarter, const float* inverse,
-                    int64_t dithered, int64_t dither_first, int64_t dither_second, int64_t tolerance, uint16_t* keys,
-                    uint32_t* space, uint16_t* scratch, int64_t* sums, int64_t* levels, uint16_t* words, int8_t* shifts) {
-    const Frame frame = FRAME;
-    const Tables tables = {first, units, cost};
-    with_type(x, bf16, [&](auto* values) {
-        const ShiftedRows<Value<decltype(values)>> from(values, numel, rows, tolerance, reinterpret_cast<Level*>(levels), shifts);
-        if (!dithered) return encode_tensor(from, frame, tables, keys, space, scratch, words);
-        encode_dithered(from, is_sampled, frame, tables, DitherTables{quarter, inverse}, Draws(dither_first, dither_second),
-                        spare, *reinterpret_cast<Sums*>(sums), keys, space, scratch, words);
+int64_t encode_entropy(const EncodeArguments& args, int) {
+    with_type(args.values, args.bf16, [&](auto* values) {
+        const ShiftedRows x(values, args.frame.numel, args.rows, args.tolerance, reinterpret_cast<Level*>(args.levels), args.shifts);
+        const uint32_t exponent = exponent_of(x.largest);
+        std::memset(args.words, 0, args.frame.words * sizeof *args.words);
+        if (exponent == NOT_FINITE) args.words[args.frame.head()] = NOT_FINITE;
+        else if (args.dithered) encode_dithered(x, exponent, args);
+        else encode_tensor(x, exponent, args);
     });
+    return 0;
 }
 
-// q [AT_ONCE, length]. Returns whether the words are a possible code.
-int64_t decode_entropy(void* y, int64_t bf16, FRAME_PARAMETERS, const float* steps, int64_t dithered, int64_t dither_first,
-                       int64_t dither_second, int8_t* q, const uint16_t* words, const int8_t* shifts) {
-    const Frame frame = FRAME;
+// Returns whether the words are a possible code.
+int64_t decode_entropy(const DecodeArguments& args, int) {
     Head head;
-    if (!head.read(words, frame)) return false;
-    return with_type(y, bf16, [&](auto* values) -> bool {
-        typedef Value<decltype(values)> Out;
-        if (!head.finite()) {
-            for (int64_t i = 0; i < numel; ++i) store(as_float(0x7FC00000), values[i]);
-            return true;
-        }
-        const UnshiftedRows<Out> to = {values, rows ? numel / rows : numel, rows ? shifts : nullptr};
-        if (!dithered) return Decoder(words, frame, head, Values<Out>(words, frame, head, steps, to)).read(q);
-        if (!is_dithered(frame, head)) return false;
-        const Draws draws(dither_first, dither_second);
-        return Decoder(words, frame, head, DitherRemoval<Out>(words, frame, head, steps, draws, to)).read(q);
-    });
+    if (!head.read(args.words, args.frame)) return false;
+    return with_type(args.values, args.bf16, [&](auto* values) { return decode(values, head, args); });
 }
-
-EXPORT(encode_entropy)
-EXPORT(decode_entropy)
 
 }  // extern "C"

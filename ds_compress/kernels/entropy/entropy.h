@@ -11,15 +11,18 @@ constexpr int64_t PER_OCTAVE = 256, OCTAVES = 24, KEYS = OCTAVES * PER_OCTAVE, L
 constexpr int64_t FINER = 64, STEPS = OCTAVES * FINER + 1, REACH = 127, SYMBOLS = 2 * REACH + 2;
 constexpr int SCALE_BITS = 12, COST_BITS = 16, SHIFT_BITS = 10, KEY_SHIFT = 15;
 constexpr uint32_t LOW_BITS = (1 << SCALE_BITS) - 1;  // of a state
-constexpr int64_t TOTAL = 1 << SCALE_BITS, SURE = 5732, SHIFT_LEAST = -576, SHIFT_MOST = 448;
+constexpr int64_t TOTAL = 1 << SCALE_BITS, ROUNDING_COST = 5732, SHIFT_LEAST = -576, SHIFT_MOST = 448;
 constexpr uint32_t START = 1 << 16;
 constexpr float HIGHEST = 255.0f / 128;
 constexpr int64_t NOT_FINITE = 255, HEAD = 2, REACHES = 2, CLASSES = 4, CLASS_BITS = 2;
 
+// What follows from the format alone, see `FormatTables` in format.py.
 struct Tables {
-    const int32_t* first;  // [FINER, REACH + 1]
-    const int64_t* units;  // [STEPS]
-    const int32_t* cost;   // [TOTAL + 1]
+    const int32_t* first;    // [FINER, REACH + 1]
+    const int64_t* units;    // [STEPS]
+    const int32_t* cost;     // [TOTAL + 1]
+    const int32_t* quarter;  // [FINER, QUARTERS + 1]
+    const float* inverse;    // [STEPS]
 };
 
 // Where the parts of a code are; lanes is 1 to MOST_LANES.
@@ -34,6 +37,22 @@ struct Frame {
         const int64_t left = numel - block * length;
         return left < length ? left : length;
     }
+};
+
+// Of `encode_entropy`, as cpu.py declares them.
+struct EncodeArguments {
+    void* values;
+    int64_t bf16;
+    Frame frame;
+    int64_t rows, is_sampled, spare;  // rows: that are shifted, or 0
+    Tables tables;
+    int64_t dithered, first, second, tolerance;
+    uint16_t* keys;     // [numel]
+    uint32_t* space;    // [2 * KEYS * COPIES + 4 * KEYS + 2]
+    uint16_t* scratch;  // [AT_ONCE, length]
+    int64_t *sums, *levels;  // [2, KEYS + 1], [rows]
+    uint16_t* words;
+    int8_t* shifts;  // [rows]
 };
 
 // How many values have a key, or a higher one; of positive and of negative values.

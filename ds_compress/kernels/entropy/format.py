@@ -3,8 +3,8 @@
 Quantization. A message is scaled by the power of two that brings its largest magnitude into [1, 2). A
 magnitude is then known by its key: its octave and the 8 leading binary digits behind the point. There are 24
 octaves of 256 keys; key 0 stands for all smaller magnitudes. Step j is 4 * 2^(-j / 64), and a key becomes q
-if (q - 7/16) * step <= magnitude < (q + 9/16) * step, a dead zone slightly wider than a step. So the
-histogram of the keys says exactly how many values become each q with a step.
+if (q - 7/16) * step <= magnitude < (q + 9/16) * step, a dead zone slightly wider than a step. A
+histogram of keys gives the exact count of each q, for every step, without a second pass.
 
 Symbols. q = -below .. above, and one that means "beyond". Such a value travels as its key and sign.
 
@@ -70,7 +70,7 @@ SCALE_BITS = 12
 TOTAL = 1 << SCALE_BITS
 START = 1 << 16
 COST_BITS = 16  # behind the point of what a symbol costs
-SURE = math.ceil(math.log2(17 / 16) * 2**COST_BITS)
+ROUNDING_COST = math.ceil(math.log2(17 / 16) * 2**COST_BITS)
 """What rounding in a state, which is at least 16 times the frequency, can add to the cost of a symbol."""
 
 KEY_SHIFT = 15
@@ -225,7 +225,7 @@ def tables(device: torch.device) -> FormatTables:
     power = ((127 + 1 - 24 - octaves // FINER) << 23).to(torch.int32).view(torch.float32)
     keys = torch.arange(KEYS, dtype=torch.int64, device="cpu")
     step = near[octaves % FINER] * power
-    made = (
+    constants = (
         torch.tensor(first, dtype=torch.int32, device="cpu"),
         step,
         (step.double() * 2.0**32).long(),
@@ -235,7 +235,7 @@ def tables(device: torch.device) -> FormatTables:
         torch.tensor(quarter, dtype=torch.int32, device="cpu"),
         (2.0**15 / step.double()).float().index_fill_(0, octaves[:1], 0.0),
     )
-    return FormatTables(*(table.to(device) for table in made))
+    return FormatTables(*(table.to(device) for table in constants))
 
 
 def _root_of_two(sixty_fourths: int) -> int:

@@ -107,14 +107,14 @@ def _encode_nearest(coder: Coder, bits: Tensor, exponent: Tensor, frame: CodeLay
     histogram = histogram_of(keys, torch.ones_like(keys))
     escapes = keys % KEYS + (keys // KEYS << 15)
 
-    def write(sure: bool) -> tuple[Tensor, Tensor]:
-        chosen = search(histogram, frame, sure)
+    def write(worst_case: bool) -> tuple[Tensor, Tensor]:
+        chosen = search(histogram, frame, worst_case)
         symbols, shift = _symbol_of(chosen)[keys], shift_of(histogram, chosen)
         return write_words(coder, chosen, symbols, escapes, exponent, shift, frame)
 
-    words, fits = write(sure=False)
+    words, fits = write(worst_case=False)
     if not (bits.device.type == "cpu" and fits):  # the host of a GPU does not ask
-        words = torch.where(fits, words, write(sure=True)[0])
+        words = torch.where(fits, words, write(worst_case=True)[0])
     return words
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ds_compress.kernels import native
 from ds_compress.kernels.feedback import reference
 from ds_compress.kernels.feedback.reference import GROUP
-from ds_compress.kernels.native.function import FLAG, FLOATS, SIZE, Buffer, Function, for_each_dtype
+from ds_compress.kernels.native.function import FLAG, FLOATS, SIZE, Buffer, Call, Function
 from ds_compress.kernels.quantize import cpu as quantize
 from ds_compress.kernels.quantize.cpu import FORMAT, LARGEST_GROUP, PARTS, VALUES
 from ds_compress.kernels.quantize.grid import Grid
@@ -21,33 +21,28 @@ from ds_compress.kernels.quantize.grid import Grid
 __all__ = reference.__all__
 
 _STATE = Buffer((torch.float32,), ("n",))
-_CODES = Buffer((torch.int8,), ("n",))
-_SCALES = Buffer((torch.float32,), ("n",), per=GROUP)
+_MESSAGE: dict[str, Any] = {"values": Buffer(FLOATS, ("n",), dtype_from="bf16"), "bf16": FLAG, "n": SIZE}
+_SAME = _MESSAGE["values"]
+_FACTORS: dict[str, Any] = {"scale": float, "residual_decay": float, "error_weight": float}
+_INT8: dict[str, Any] = {
+    "values": _STATE,
+    "n": SIZE,
+    "codes": Buffer((torch.int8,), ("n",)),
+    "scales": Buffer((torch.float32,), ("n",), per=GROUP),
+}
+_delta = Function("feedback", "delta", **_MESSAGE, state=_STATE, factor=float, y=_SAME)
+_update_state = Function("feedback", "update_state", **_MESSAGE, state=_STATE, divisor=float, next=_STATE)
+_is_finite = Function("feedback", "is_finite", **_MESSAGE)
+_update_residual = Function(
+    *("feedback", "update_residual"), **_MESSAGE, residual=_STATE, sent=_SAME, **_FACTORS, next=_STATE
+)
+_encode_int8 = Function("feedback", "encode_int8", **_INT8)
+_decode_int8 = Function("feedback", "decode_int8", **_INT8)
 
 
-_delta = for_each_dtype(
-    *("feedback", "delta_", FLOATS, "n"), x=("n",), state=_STATE, factor=float, n=SIZE, y=("n",)
-)
-_update_state = for_each_dtype(
-    *("feedback", "update_state_", FLOATS, "n"),
-    state=_STATE,
-    change=("n",),
-    divisor=float,
-    n=SIZE,
-    new=_STATE,
-)
-_is_finite = for_each_dtype("feedback", "is_finite_", FLOATS, "n", x=("n",), n=SIZE)
-_update_residual = for_each_dtype(
-    *("feedback", "update_residual_", FLOATS, "n"),
-    x=("n",),
-    residual=_STATE,
-    sent=("n",),
-    **dict.fromkeys(("scale", "residual_decay", "error_weight"), float),
-    n=SIZE,
-    new=_STATE,
-)
-_encode_int8 = Function("feedback", "encode_int8", "n", values=_STATE, n=SIZE, codes=_CODES, scales=_SCALES)
-_decode_int8 = Function("feedback", "decode_int8", "n", codes=_CODES, scales=_SCALES, n=SIZE, values=_STATE)
+def _call(function: Function, message: Tensor) -> Call:
+    """Return the call of `function` for messages like this one."""
+    return function.bind(bf16=message.dtype == torch.bfloat16, n=message.numel())
 
 
 def delta(x: Tensor, state: Tensor, factor: float) -> Tensor:
@@ -55,7 +50,7 @@ def delta(x: Tensor, state: Tensor, factor: float) -> Tensor:
         return reference.delta(x, state, factor)
     y = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     x, state = x.detach().contiguous(), state.detach().contiguous()
-    _delta[x.dtype](x=x, state=state, factor=factor, n=x.numel(), y=y)
+    _call(_delta, x)(x, state, factor, y)
     return y
 
 
@@ -71,8 +66,7 @@ def update_state(state: Tensor, change: Tensor, divisor: float) -> tuple[Tensor,
         return reference.update_state(state, change, divisor)
     new = torch.empty(state.shape, dtype=torch.float32, device="cpu")
     state, change = state.detach().contiguous(), change.detach().contiguous()
-    finite = _update_state[change.dtype](state=state, change=change, divisor=divisor, n=new.numel(), new=new)
-    return new, _as_tensor(finite)
+    return new, _as_tensor(_call(_update_state, change)(change, state, divisor, new))
 
 
 def update_residual(
@@ -82,23 +76,14 @@ def update_residual(
         return reference.update_residual(x, residual, sent, scale, residual_decay, error_weight)
     new = torch.empty(residual.shape, dtype=torch.float32, device="cpu")
     x, residual, sent = (tensor.detach().contiguous() for tensor in (x, residual, sent))
-    finite = _update_residual[x.dtype](
-        x=x,
-        residual=residual,
-        sent=sent,
-        scale=scale,
-        residual_decay=residual_decay,
-        error_weight=error_weight,
-        n=new.numel(),
-        new=new,
-    )
-    return new, _as_tensor(finite)
+    factors = scale, residual_decay, error_weight
+    return new, _as_tensor(_call(_update_residual, x)(x, residual, sent, *factors, new))
 
 
 def is_finite(matrix: Tensor) -> Tensor:
     if matrix.dtype not in FLOATS or not native.serves(matrix.numel()):
         return reference.is_finite(matrix)
-    return _as_tensor(_is_finite[matrix.dtype](x=matrix.detach().contiguous(), n=matrix.numel()))
+    return _as_tensor(_call(_is_finite, matrix)(matrix.detach().contiguous()))
 
 
 def choose(condition: Tensor, first: Tensor, second: Tensor) -> Tensor:
@@ -112,7 +97,7 @@ def encode_int8(value: Tensor) -> tuple[Tensor, Tensor]:
         return reference.encode_int8(value)
     codes = torch.empty(value.shape, dtype=torch.int8, device="cpu")
     scales = torch.empty(-(-value.numel() // GROUP), dtype=torch.float32, device="cpu")
-    _encode_int8(values=value.detach().contiguous(), n=value.numel(), codes=codes, scales=scales)
+    _encode_int8.bind(n=value.numel())(value.detach().contiguous(), codes, scales)
     return codes, scales
 
 
@@ -121,7 +106,7 @@ def decode_int8(codes: Tensor, scales: Tensor) -> Tensor:
     if not native.serves(codes.numel()):
         return reference.decode_int8(codes, scales)
     values = torch.empty(codes.shape, dtype=torch.float32, device="cpu")
-    _decode_int8(codes=codes.contiguous(), scales=scales.contiguous(), n=codes.numel(), values=values)
+    _decode_int8.bind(n=codes.numel())(values, codes.contiguous(), scales.contiguous())
     return values
 
 
@@ -134,40 +119,33 @@ def _as_tensor(finite: int) -> Tensor:
     return torch.tensor(bool(finite), dtype=torch.bool, device="cpu")
 
 
-_STORED: dict[str, Any] = {
-    "stored_bf16": FLAG,
-    "state": Buffer((*FLOATS,), ("n", "size"), dtype_from="stored_bf16"),
+_STORES = (torch.float32, torch.bfloat16, torch.int8)
+_FUSED: dict[str, Any] = {
+    **VALUES,
+    **FORMAT,
+    **PARTS,
+    "scale": float,
+    "stored": range(len(_STORES)),
+    "state": Buffer(_STORES, ("n", "size"), dtype_from="stored"),
+    "scales": Buffer((torch.float32,), ("n", "size"), per=GROUP, optional=True),
 }
-_STORED_INT8: dict[str, Any] = {
-    "codes": Buffer((torch.int8,), ("n", "size")),
-    "scales": Buffer((torch.float32,), ("n", "size"), per=GROUP),
-}
-_BASE: dict[str, Any] = {**VALUES, **FORMAT, **PARTS, "scale": float}
-_WEIGHTS: dict[str, Any] = {"residual_decay": float, "error_weight": float}
-
-
-def _fused_function(name: str, **state: Any) -> Function:
-    return Function("quantize_feedback", name, "n", **_BASE, **state)
-
-
-_with_residual = _fused_function("quantize_with_residual", **_WEIGHTS, **_STORED)
-_with_residual_int8 = _fused_function("quantize_with_residual_int8", **_WEIGHTS, **_STORED_INT8)
-_change = _fused_function("quantize_change", **_STORED)
-_decode_change = _fused_function("dequantize_change", **_STORED)
+_with_residual = Function(
+    *("quantize_feedback", "quantize_with_residual"), **_FUSED, residual_decay=float, error_weight=float
+)
+_change = Function("quantize_feedback", "quantize_change", **_FUSED)
+_decode_change = Function("quantize_feedback", "dequantize_change", **_FUSED)
 
 
 class FeedbackPlan:
-    """Calls for values of one dtype, fp32 or bf16, in groups of `size`, with a state stored as `store`."""
+    """Calls for values of one dtype, fp32 or bf16, in groups of `size`, with a state stored as `stored`."""
 
-    def __init__(self, numel: int, size: int, grid: Grid, dtype: torch.dtype, store: torch.dtype):
+    def __init__(self, numel: int, size: int, grid: Grid, dtype: torch.dtype, stored: torch.dtype):
         self.n = numel // size
-        known = quantize.format_arguments(self.n, size, grid, dtype)
-        if store == torch.int8:
-            self.residual = _with_residual_int8.bind(**known)
-        else:
-            known["stored_bf16"] = store == torch.bfloat16
-            self.residual = _with_residual.bind(**known)
-            self.change, self.decode = _change.bind(**known), _decode_change.bind(**known)
+        known = quantize.format_arguments(self.n, size, grid, dtype) | {"stored": _STORES.index(stored)}
+        if stored != torch.int8:
+            known["scales"] = None
+        self.residual = _with_residual.bind(**known)
+        self.change, self.decode = _change.bind(**known), _decode_change.bind(**known)
 
 
 _plan = lru_cache(FeedbackPlan)  # most messages have the shape of the one before
@@ -191,7 +169,7 @@ def quantize_with_residual(
     plan = _plan(values.numel(), size, grid, values.dtype, residual[0].dtype)
     parts = out or quantize.empty_parts(plan.n, size, grid)
     stored = tuple(map(Tensor.contiguous, residual))
-    plan.residual(values.contiguous(), *parts, scale, residual_decay, error_weight, *stored)
+    plan.residual(values.contiguous(), *parts, scale, *stored, residual_decay, error_weight)
     return parts, stored
 
 

@@ -7,29 +7,65 @@
 
 namespace {
 
+// As cpu.py declares them.
+struct Message {
+    void* values;
+    int64_t bf16, n;
+};
+
+struct DeltaArguments {
+    Message message;
+    const float* state;
+    double factor;
+    void* y;
+};
+
+struct UpdateStateArguments {
+    Message change;
+    const float* state;
+    double divisor;
+    float* next;
+};
+
+struct UpdateResidualArguments {
+    Message message;
+    const float* residual;
+    void* sent;
+    double scale, residual_decay, error_weight;
+    float* next;
+};
+
+struct Int8Arguments {
+    float* values;
+    int64_t n;
+    int8_t* codes;
+    float* scales;
+};
+
 template <class Float>
-void delta(const Float* x, const float* state, float factor, int64_t n, Float* y) {
+bool delta(const Float* x, const float* state, float factor, int64_t n, Float* y) {
     const Floats most = Floats{} + to_float(largest(x));
     in_vectors(n, [&](int64_t i, int64_t count) {
         const Floats value = load_partial(x + i, count), change = value - load_partial(state + i, count) * factor;
         const Floats within = larger(smaller(change, most), -most);
         store_partial(within + (value - value), y + i, count);  // nan, where the value is not finite
     });
+    return true;
 }
 
 template <class In>
-int64_t update_state(const float* state, const In* change, float divisor, int64_t n, float* made) {
+bool update_state(const float* state, const In* change, float divisor, int64_t n, float* next) {
     Ints most = {};
     in_vectors(n, [&](int64_t i, int64_t count) {
         const Floats sum = load_partial(state + i, count) + load_partial(change + i, count) / divisor;
         most = largest_of(most, sum);
-        store_partial(sum, made + i, count);
+        store_partial(sum, next + i, count);
     });
     return can_keep(most);
 }
 
 template <class In>
-int64_t all_finite(const In* x, int64_t n) {
+bool all_finite(const In* x, int64_t n) {
     Ints most[4] = {};
     int64_t i = 0;
     for (; i + 4 * LANES <= n; i += 4 * LANES)
@@ -39,56 +75,67 @@ int64_t all_finite(const In* x, int64_t n) {
 }
 
 template <class In, class Update>
-int64_t update_residual(const In* x, const float* residual, const In* sent, Update update, int64_t n, float* made) {
+bool update_residual(const In* x, const float* residual, const In* sent, Update update, int64_t n, float* next) {
     Ints most = {};
     in_vectors(n, [&](int64_t i, int64_t count) {
         const Floats before = load_partial(residual + i, count), total = update.sum(load_partial(x + i, count), before);
-        const Floats next = update.next(before, total, load_partial(sent + i, count));
-        most = largest_of(most, next);
-        store_partial(next, made + i, count);
+        const Floats updated = update.next(before, total, load_partial(sent + i, count));
+        most = largest_of(most, updated);
+        store_partial(updated, next + i, count);
     });
     return can_keep(most);
 }
 
-template <class In>
-int64_t update_residual(const In* x, const float* residual, const In* sent, float scale, float residual_decay,
-                        float error_weight, int64_t n, float* made) {
-    if (scale != 1) return update_residual(x, residual, sent, WeightedErrorFeedback<Scaled>(Scaled(scale), residual_decay, error_weight), n, made);
-    return update_residual(x, residual, sent, WeightedErrorFeedback<Unscaled>(Unscaled(), residual_decay, error_weight), n, made);
+// work(x + begin, begin, how many values), by threads.
+template <class F>
+int64_t for_values(const Message& message, int threads, const F& work) {
+    return in_parallel(message.n, threads, [&](int64_t begin, int64_t end) {
+        return with_type(message.values, message.bf16, [&](auto* x) { return work(x + begin, begin, end - begin); });
+    });
 }
 
 }  // namespace
 
-// For messages of each type; `next` is the state that results. They return whether it can be kept, or x is finite.
-#define FEEDBACK(NAME, FLOAT)                                                                                          \
-    void delta_##NAME(const FLOAT* x, const float* state, float factor, int64_t n, FLOAT* y) {                         \
-        delta(x, state, factor, n, y);                                                                                 \
-    }                                                                                                                  \
-    int64_t update_state_##NAME(const float* state, const FLOAT* change, float divisor, int64_t n, float* next) {      \
-        return update_state(state, change, divisor, n, next);                                                          \
-    }                                                                                                                  \
-    int64_t is_finite_##NAME(const FLOAT* x, int64_t n) { return all_finite(x, n); }                                   \
-    int64_t update_residual_##NAME(const FLOAT* x, const float* residual, const FLOAT* sent, float scale,              \
-                                   float residual_decay, float error_weight, int64_t n, float* next) {                 \
-        return update_residual(x, residual, sent, scale, residual_decay, error_weight, n, next);                       \
-    }                                                                                                                  \
-    EXPORT_PARALLEL(delta_##NAME)                                                                                      \
-    EXPORT_PARALLEL(update_state_##NAME)                                                                               \
-    EXPORT_PARALLEL(is_finite_##NAME)                                                                                  \
-    EXPORT_PARALLEL(update_residual_##NAME)
-
 extern "C" {
 
-FEEDBACK(fp32, float)
-FEEDBACK(bf16, uint16_t)
-
-void encode_int8(const float* values, int64_t n, int8_t* codes, float* scales) { to_int8(values, n, codes, scales); }
-
-void decode_int8(const int8_t* codes, const float* scales, int64_t n, float* values) {
-    from_int8(codes, scales, n, values);
+int64_t delta(const DeltaArguments& args, int threads) {
+    return for_values(args.message, threads, [&](auto* x, int64_t begin, int64_t n) {
+        return delta(x, args.state + begin, args.factor, n, static_cast<decltype(x)>(args.y) + begin);
+    });
 }
 
-EXPORT_PARALLEL(encode_int8)
-EXPORT_PARALLEL(decode_int8)
+int64_t update_state(const UpdateStateArguments& args, int threads) {
+    return for_values(args.change, threads, [&](auto* change, int64_t begin, int64_t n) {
+        return update_state(args.state + begin, change, args.divisor, n, args.next + begin);
+    });
+}
+
+int64_t is_finite(const Message& message, int threads) {
+    return for_values(message, threads, [](auto* x, int64_t, int64_t n) { return all_finite(x, n); });
+}
+
+int64_t update_residual(const UpdateResidualArguments& args, int threads) {
+    return for_values(args.message, threads, [&](auto* x, int64_t begin, int64_t n) {
+        return with_scale(args.scale, [&](auto scale) {
+            const WeightedErrorFeedback<decltype(scale)> update(scale, args.residual_decay, args.error_weight);
+            const auto* sent = static_cast<decltype(x)>(args.sent) + begin;
+            return update_residual(x, args.residual + begin, sent, update, n, args.next + begin);
+        });
+    });
+}
+
+int64_t encode_int8(const Int8Arguments& args, int threads) {
+    return in_parallel(args.n, threads, [&](int64_t begin, int64_t end) {
+        to_int8(args.values + begin, end - begin, args.codes + begin, args.scales + begin / CODED);
+        return true;
+    });
+}
+
+int64_t decode_int8(const Int8Arguments& args, int threads) {
+    return in_parallel(args.n, threads, [&](int64_t begin, int64_t end) {
+        from_int8(args.codes + begin, args.scales + begin / CODED, end - begin, args.values + begin);
+        return true;
+    });
+}
 
 }  // extern "C"

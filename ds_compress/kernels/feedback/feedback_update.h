@@ -42,6 +42,13 @@ struct Scaled {
     }
 };
 
+// work(the loss scale)
+template <class F>
+auto with_scale(float scale, const F& work) {
+    if (scale == 1) return work(Unscaled());
+    return work(Scaled(scale));
+}
+
 // What a message is with which the residual is not sent.
 struct Uncompensated {
     Floats sum(Floats x, Floats before) const { return x + before * 0.0f; }
@@ -126,10 +133,10 @@ inline void to_int8(const float* values, int64_t n, int8_t* codes, float* scales
     const int64_t start = whole * CODED;
     if (start < n) {
         float padded[CODED] = {};
-        uint8_t made[CODED];
+        uint8_t bytes[CODED];
         std::memcpy(padded, values + start, (n - start) * sizeof(float));
-        to_int8(padded, 1, made, scales + whole);
-        std::memcpy(codes + start, made, n - start);
+        to_int8(padded, 1, bytes, scales + whole);
+        std::memcpy(codes + start, bytes, n - start);
     }
 }
 
@@ -144,9 +151,9 @@ inline void from_int8(const int8_t* codes, const float* scales, int64_t n, float
     }
     if (start < n) {
         int8_t last[CODED] = {};
-        float made[CODED];
+        float decoded[CODED];
         std::memcpy(last, codes + start, n - start);
-        for (int64_t i = 0; i < CODED; i += LANES) decode(last + i, *scales, made + i);
-        std::memcpy(values + start, made, (n - start) * sizeof(float));
+        for (int64_t i = 0; i < CODED; i += LANES) decode(last + i, *scales, decoded + i);
+        std::memcpy(values + start, decoded, (n - start) * sizeof(float));
     }
 }

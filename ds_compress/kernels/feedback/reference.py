@@ -208,7 +208,7 @@ class FusedFeedback:
             kept = torch.where(rows_within(new, LARGEST_STATE), stored, before)
             return (kept.view(old[0].shape),)
         lost = grouped(~rows_within(new, LARGEST_STATE).expand(new.shape)).amax(1) > 0  # [scales]
-        codes, scales = (part.view(its.shape) for part, its in zip(encode_int8(new), old))
+        codes, scales = (part.view(before.shape) for part, before in zip(encode_int8(new), old))
         of_codes = lost[:, None].expand(-1, GROUP).flatten()[: codes.numel()].view(codes.shape)
         return torch.where(of_codes, old[0], codes), torch.where(lost, old[1], scales)
 

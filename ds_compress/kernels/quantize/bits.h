@@ -19,10 +19,10 @@ template <int SIZE, int WIDTH, class F>
 INLINED uint8_t* pack_fours(const F& codes, uint8_t* __restrict packed) {
     constexpr int planes = 8 / WIDTH, run = SIZE / planes;
     for (int j = 0; j < run; j += 4 * LANES) {
-        Bytes made = {};
+        Bytes bytes = {};
         for (int i = 0; i < planes; ++i)
-            made |= (Bytes)((Halves)codes(i * run + j) << (WIDTH * i));  // no code has bits that reach the next byte
-        store(in_order(made), packed + j);
+            bytes |= (Bytes)((Halves)codes(i * run + j) << (WIDTH * i));  // no code has bits that reach the next byte
+        store(in_order(bytes), packed + j);
     }
     return packed + run;
 }
@@ -38,9 +38,9 @@ INLINED uint8_t* pack_vectors(const F& codes, uint8_t* __restrict packed) {
         }, packed);
     } else {
         for (int j = 0; j < run; j += LANES) {
-            Words made = {};
-            for (int i = 0; i < planes; ++i) made |= (Words)codes(i * run + j) << (WIDTH * i);
-            store((Ints)made, packed + j);
+            Words bytes = {};
+            for (int i = 0; i < planes; ++i) bytes |= (Words)codes(i * run + j) << (WIDTH * i);
+            store((Ints)bytes, packed + j);
         }
     }
     return packed + run;

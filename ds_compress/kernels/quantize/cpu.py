@@ -29,28 +29,23 @@ BLOCK = 1 << 18
 
 _SCALES = (torch.bfloat16, torch.float32)
 
-VALUES: dict[str, Any] = {"values": Buffer((*FLOATS,), ("n", "size"), dtype_from="bf16"), "bf16": FLAG}
+VALUES: dict[str, Any] = {"values": Buffer(FLOATS, ("n", "size"), dtype_from="bf16"), "bf16": FLAG}
 FORMAT: dict[str, Any] = {
     "n": SIZE,
     "size": range(8, LARGEST_GROUP + 1, 8),
     "bits": range(1, 9),
     "top": range(1, 256),
-    "symmetric": FLAG,
     "wide_scale": FLAG,
-    "unrotated": FLAG,
-    "diagonal": Buffer((torch.float32,), ("size",), optional_if="unrotated"),
+    "diagonal": Buffer((torch.float32,), ("size",), optional=True),
 }
 PARTS: dict[str, Any] = {
     "packed": Buffer((torch.uint8,), ("n", "size", "bits"), per=8),
     "steps": Buffer(_SCALES, ("n",), dtype_from="wide_scale"),
-    "offsets": Buffer(_SCALES, ("n",), dtype_from="wide_scale", optional_if="symmetric"),
+    "offsets": Buffer(_SCALES, ("n",), dtype_from="wide_scale", optional=True),
 }
 _DITHER: dict[str, Any] = {"dithered": FLAG, "first": WORD, "second": WORD}
-_quantize = Function("quantize", "quantize_groups", "n", **VALUES, **_DITHER, **FORMAT, **PARTS)
-# on one thread: a draw depends on the number of values before its own
-_dithered = Function("quantize", "quantize_groups", **VALUES, **_DITHER, **FORMAT, **PARTS)
-_dequantize = Function("quantize", "dequantize_groups", "n", **VALUES, **_DITHER, **FORMAT, **PARTS)
-_dequantize_dithered = Function("quantize", "dequantize_groups", **VALUES, **_DITHER, **FORMAT, **PARTS)
+_quantize = Function("quantize", "quantize_groups", **VALUES, **FORMAT, **PARTS, **_DITHER)
+_dequantize = Function("quantize", "dequantize_groups", **VALUES, **FORMAT, **PARTS, **_DITHER)
 
 
 class QuantizePlan:
@@ -65,10 +60,13 @@ class QuantizePlan:
         if rest:
             raise ValueError(f"{numel} values came, expected a multiple of {size}")
         known = format_arguments(self.n, size, grid, dtype)
-        self.nearest = _quantize.bind(**known, dithered=False, first=0, second=0)
-        self.dithered = _dithered.bind(**known, dithered=True)
-        self.decode = _dequantize.bind(**known, dithered=False, first=0, second=0)
-        self.decode_dithered = _dequantize_dithered.bind(**known, dithered=True)
+        nearest = {"dithered": False, "first": 0, "second": 0}
+        self.nearest, self.dithered = (
+            _quantize.bind(**known, **nearest),
+            _quantize.bind(**known, dithered=True),
+        )
+        self.decode = _dequantize.bind(**known, **nearest)
+        self.decode_dithered = _dequantize.bind(**known, dithered=True)
 
 
 class DecodePlan:
@@ -112,7 +110,7 @@ def quantize(
     if dither is None:
         plan.nearest(groups, *parts)
     else:
-        plan.dithered(groups, *key_halves(dither), *parts)
+        plan.dithered(groups, *parts, *key_halves(dither))
     return parts
 
 
@@ -129,13 +127,13 @@ def dequantize(
         if dither is None:
             plan.call(values, *parts)
         else:
-            plan.call_dithered(values, *key_halves(dither), *parts)
+            plan.call_dithered(values, *parts, *key_halves(dither))
     elif plan.numel <= BLOCK or dither is not None:
         return reference.dequantize(parts, grid, dtype, shape, dither)
     else:
         values = torch.empty_like(plan.template)
-        for block, *its_parts in _blocks(values.view(len(parts[0]), -1), *parts):
-            block.copy_(reference.dequantize(its_parts, grid))
+        for block, *block_parts in _blocks(values.view(len(parts[0]), -1), *parts):
+            block.copy_(reference.dequantize(block_parts, grid))
     return values if values.dtype is dtype else values.to(dtype)
 
 
@@ -157,16 +155,13 @@ def format_arguments(n: int, size: int, grid: Grid, dtype: torch.dtype) -> dict[
     if grid.hadamard and size & (size - 1):
         raise ValueError(f"a rotation of {size} values came, expected a power of two")
     no_offsets = {"offsets": None} if grid.symmetric else {}
-    return {
-        **no_offsets,
+    return no_offsets | {
         "bf16": dtype == torch.bfloat16,
         "n": n,
         "size": size,
         "bits": grid.bits,
         "top": grid.top,
-        "symmetric": grid.symmetric,
         "wide_scale": grid.scale_dtype == torch.float32,
-        "unrotated": not grid.hadamard,
         "diagonal": diagonal(size, grid.key, torch.device("cpu")) if grid.hadamard else None,
     }
 

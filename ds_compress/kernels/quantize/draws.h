@@ -21,11 +21,11 @@ public:
     uint32_t lower(int64_t row) { return seed(row) >> 24; }
 
     // The upper 8 bits of the draws of `count` values from the begin of a row on. All of the last row are written.
-    void of_rows(int64_t row, int64_t count, uint8_t* to) {
+    void fill_rows(int64_t row, int64_t count, uint8_t* to) {
         for (int64_t i = 0; i < count; i += ROW, ++row) {
-            const uint32_t its = seed(row);
+            const uint32_t row_seed = seed(row);
             for (int j = 0; j < WORDS; j += LANES) {
-                const Words words = (Words)load(offsets + j) + (Words)load(factors + j) * its;
+                const Words words = (Words)load(offsets + j) + (Words)load(factors + j) * row_seed;
                 store((Ints)(words ^ words >> 16), reinterpret_cast<int32_t*>(to + i + 4 * j));  // the lowest byte first
             }
         }
@@ -33,8 +33,8 @@ public:
 
     // The upper 8 bits of the draws of a whole vector of bytes, from `value` on in a row with that seed, as `narrowed` leaves
     // them.
-    Bytes joined(uint32_t its, int64_t value) const {
-        const Words words = (Words)load(joined_offsets + value / 4) + (Words)load(joined_factors + value / 4) * its;
+    Bytes joined(uint32_t row_seed, int64_t value) const {
+        const Words words = (Words)load(joined_offsets + value / 4) + (Words)load(joined_factors + value / 4) * row_seed;
         return (Bytes)(words ^ words >> 16);
     }
 
@@ -46,13 +46,6 @@ public:
             store((Ints)hashes(static_cast<uint32_t>(ROW + known)), seeds);
         }
         return static_cast<uint32_t>(seeds[inside]);
-    }
-
-    // The upper 8 bits of the draw of one value, by its number in a group that begins with row 0.
-    uint8_t upper(int64_t value) {
-        alignas(64) uint8_t its[ROW];
-        of_rows(value / ROW, 1, its);
-        return its[value % ROW];
     }
 
 private:

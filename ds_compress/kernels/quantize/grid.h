@@ -82,10 +82,10 @@ private:
 
     static void store_each(const float* scales, int count, bool wide, void* to, int64_t first) {
         for (int i = 0; i < count; i += LANES) {
-            const Floats some = load(scales + i);
+            const Floats values = load(scales + i);
             const int64_t lanes = count - i < LANES ? count - i : LANES;
-            if (wide) store_partial(some, static_cast<float*>(to) + first + i, lanes);
-            else store_partial(some, static_cast<uint16_t*>(to) + first + i, lanes);
+            if (wide) store_partial(values, static_cast<float*>(to) + first + i, lanes);
+            else store_partial(values, static_cast<uint16_t*>(to) + first + i, lanes);
         }
     }
 };

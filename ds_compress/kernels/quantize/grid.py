@@ -65,7 +65,7 @@ class Grid:
     @cached_property
     def top(self) -> int:
         """The largest code. A symmetric grid of 2 or more bits has an odd number of levels, so that 0 is one:
-        -1, 0, 1 at 2 bits. A dithered one has all levels, as it decodes none of them."""
+        -1, 0, 1 at 2 bits. Dithered codes are shifted when decoded, so no level needs to be 0."""
         odd = self.symmetric and self.bits > 1 and not self.dithered
         return 2**self.bits - (2 if odd else 1)
 

@@ -10,20 +10,40 @@
 #include "draws.h"
 #include "grid.h"
 #include "hadamard.h"
+#include "../native/calls.h"
 #include "../simd/reduce.h"
 #include "../simd/nontemporal.h"
 
 constexpr int MAX_GROUP = 4096;
 
-struct Format {
-    int64_t bits, top, symmetric, wide_scale;  // top: the largest code; wide_scale: fp32 rather than bf16
-    const float* diagonal;                     // of the rotation, or null
+// The arguments of exported functions that describe a message in groups, as VALUES, FORMAT and PARTS in cpu.py declare them.
+struct GroupArguments {
+    void* values;  // bf16, or fp32
+    int64_t bf16;
+    int64_t n, size, bits, top, wide_scale;  // size: of a group; top: the largest code; wide_scale: fp32 rather than bf16
+    const float* diagonal;                   // of the rotation, or null
+    uint8_t* packed;
+    void *steps, *offsets;  // offsets: null if grids are symmetric
+
+    bool is_symmetric() const { return !offsets; }
+    uint8_t* codes(int64_t group) const { return packed + group * (size * bits / 8); }
 };
 
-// Groups whose size is no power of two have no rotation: what it wrote would not end with them.
-inline Format format(int64_t size, int64_t bits, int64_t top, int64_t symmetric, int64_t wide_scale,
-                     int64_t unrotated, const float* diagonal) {
-    return {bits, top, symmetric, wide_scale, unrotated || (size & (size - 1)) ? nullptr : diagonal};
+// work(values, size, begin, end), by threads, for the groups from `begin` to `end`; size: an integral_constant, that of a group
+// or 0 where it is known at run time only.
+template <class F>
+int64_t for_groups(const GroupArguments& args, int threads, const F& work) {
+    return in_parallel(args.n, threads, [&](int64_t begin, int64_t end) {
+        with_type(args.values, args.bf16, [&](auto* values) {
+            switch (args.size) {
+                case 32: return work(values, std::integral_constant<int, 32>(), begin, end);
+                case 64: return work(values, std::integral_constant<int, 64>(), begin, end);
+                case 128: return work(values, std::integral_constant<int, 128>(), begin, end);
+                default: return work(values, std::integral_constant<int, 0>(), begin, end);
+            }
+        });
+        return true;
+    });
 }
 
 // SIZE is that of the group, or 0 where it is known at run time only.
@@ -83,14 +103,14 @@ struct Group {
     }
 
     // Takes the draws of the group of that number.
-    void draw(Draws& its, int64_t number) {
-        draws = &its, row = number * (((SIZE ? SIZE : size) + Draws::ROW - 1) / Draws::ROW);
+    void dither_with(Draws& source, int64_t number) {
+        draws = &source, row = number * (((SIZE ? SIZE : size) + Draws::ROW - 1) / Draws::ROW);
         lower = (draws->lower(row) + 0.5f) / 256;
         for (int64_t i = 0; SIZE && i < ROWS; ++i) seeds[i] = draws->seed(row + i);
     }
 
     // Makes `drawn`.
-    void draw_all() { draws->of_rows(row, SIZE ? SIZE : size, drawn); }
+    void draw_all() { draws->fill_rows(row, SIZE ? SIZE : size, drawn); }
 
     // The upper bits of the draws of four vectors, as `narrowed` leaves them.
     Bytes drawn_four(int64_t i) const { return draws->joined(seeds[i / Draws::ROW], i % Draws::ROW); }
@@ -115,15 +135,15 @@ struct Group {
 
     // The codes of a grid, packed.
     template <bool DRAWN>
-    void pack_codes(const Format& format, Grid grid, uint8_t* packed) {
-        switch (format.bits) {
+    void pack_codes(const GroupArguments& args, Grid grid, uint8_t* packed) {
+        switch (args.bits) {
             case 1: return pack_codes<DRAWN, 1>(grid, packed);
             case 2: return pack_codes<DRAWN, 2>(grid, packed);
             case 4: return pack_codes<DRAWN, 4>(grid, packed);
             case 8: return pack_codes<DRAWN, 8>(grid, packed);
         }
         to_codes<DRAWN>(grid);
-        pack<SIZE>(codes, size, format.bits, packed);
+        pack<SIZE>(codes, size, args.bits, packed);
     }
 
     template <bool DRAWN, int WIDTH>
@@ -155,19 +175,19 @@ struct Group {
 
     // The same of any grid, and work(place, lanes that exist, the values that the receiver will find there).
     template <class F>
-    INLINED void pack_and_return(const Format& format, Grid grid, uint8_t* packed, const F& work) {
-        if (!format.diagonal) return pack_uniform(format.bits, grid, packed, work);
-        pack_uniform(format.bits, grid, packed, Delivery<false, float>{own});
-        rotate_back<SIZE>(own, size, format.diagonal, work);
+    INLINED void pack_and_return(const GroupArguments& args, Grid grid, uint8_t* packed, const F& work) {
+        if (!args.diagonal) return pack_uniform(args.bits, grid, packed, work);
+        pack_uniform(args.bits, grid, packed, Delivery<false, float>{own});
+        rotate_back<SIZE>(own, size, args.diagonal, work);
     }
 
-    // work(place, lanes that exist, the values that packed codes stand for there). DITHERED: `draw` has been called.
+    // work(place, lanes that exist, the values that packed codes stand for there). DITHERED: `dither_with` has been called.
     template <bool DITHERED = false, class F>
-    INLINED void return_values(const Format& format, Grid grid, const uint8_t* packed, const F& work) {
+    INLINED void return_values(const GroupArguments& args, Grid grid, const uint8_t* packed, const F& work) {
         if (DITHERED) grid = dithered(grid);
-        if (!format.diagonal) return return_uniform<DITHERED>(format.bits, grid, packed, work);
-        return_uniform<DITHERED>(format.bits, grid, packed, Delivery<false, float>{own});
-        rotate_back<SIZE>(own, size, format.diagonal, work);
+        if (!args.diagonal) return return_uniform<DITHERED>(args.bits, grid, packed, work);
+        return_uniform<DITHERED>(args.bits, grid, packed, Delivery<false, float>{own});
+        rotate_back<SIZE>(own, size, args.diagonal, work);
     }
 
 private:
@@ -262,25 +282,10 @@ inline float load_scale(const void* scales, int64_t i, bool wide) {
     return wide ? static_cast<const float*>(scales)[i] : to_float(static_cast<const uint16_t*>(scales)[i]);
 }
 
-INLINED Grid load_grid(const Format& format, const void* steps, const void* offsets, int64_t i) {
-    const float step = load_scale(steps, i, format.wide_scale);
-    return {step, format.symmetric ? step * (-format.top / 2.0f) : load_scale(offsets, i, format.wide_scale), 0, 0};
+INLINED Grid load_grid(const GroupArguments& args, int64_t i) {
+    const float step = load_scale(args.steps, i, args.wide_scale);
+    return {step, args.is_symmetric() ? step * (-args.top / 2.0f) : load_scale(args.offsets, i, args.wide_scale), 0, 0};
 }
-
-// The arguments of exported functions that describe groups, in the order of FORMAT in cpu.py; and what they mean.
-// `diagonal` is not read if groups are not rotated.
-#define FORMAT_PARAMETERS                                                                                            \
-    int64_t n, int64_t size, int64_t bits, int64_t top, int64_t symmetric, int64_t wide_scale, int64_t unrotated,    \
-        const float* diagonal
-#define FORMAT_OF_ARGUMENTS ::format(size, bits, top, symmetric, wide_scale, unrotated, diagonal)
-
-#define FOR_SIZE(FUNCTION, ...)                          \
-    switch (size) {                                      \
-        case 32: return FUNCTION<32>(__VA_ARGS__);       \
-        case 64: return FUNCTION<64>(__VA_ARGS__);       \
-        case 128: return FUNCTION<128>(__VA_ARGS__);     \
-        default: return FUNCTION<0>(__VA_ARGS__);        \
-    }
 
 // Groups whose ranges are found while others wait for theirs, at most so many; beside a state, which takes its place in
 // the first-level cache, not more than divisions need.
@@ -311,51 +316,51 @@ struct Batch {
     Group<SIZE> groups[GROUPS];
     Grids<CAPACITY> grids;
 
-    Batch(int64_t size, const Format& format) : grids() {
-        grids.top = format.top;
-        for (Group<SIZE>& group : groups) group.size = size;
+    explicit Batch(const GroupArguments& args) : grids() {
+        grids.top = args.top;
+        for (Group<SIZE>& group : groups) group.size = args.size;
     }
 
     // Of the first `count` groups. `reload(i)` loads group i again by `load_saturated`: where a grid is ordinary, no
     // value of its group was beyond `largest_value`.
     template <class F>
-    void make_grids(int count, const Format& format, const F& reload) {
-        make_grids(count, format);
-        if (!format.diagonal || grids.within(ORDINARY)) return;
+    void make_grids(int count, const GroupArguments& args, const F& reload) {
+        make_grids(count, args);
+        if (!args.diagonal || grids.within(ORDINARY)) return;
         for (int i = 0; i < count; ++i) reload(i);
-        make_grids(count, format);
+        make_grids(count, args);
     }
 
-    void make_grids(int count, const Format& format) {
+    void make_grids(int count, const GroupArguments& args) {
         Ranges ranges;
-        if (format.symmetric) {
+        if (args.is_symmetric()) {
             for (int i = 0; i < count; ++i)
                 ranges.most[i] = as_float(largest_magnitude<SIZE>(groups[i].values, groups[i].size));
-            grids.around_zero(ranges.most, format.wide_scale);
+            grids.around_zero(ranges.most, args.wide_scale);
         } else {
             if constexpr (SIZE != 0 && SIZE % LANES == 0) {
                 MinMax seen[CAPACITY];
                 Ints doubts = {};
                 for (int i = 0; i < count; ++i) {
-                    MinMax its;
-                    for (int j = 0; j < SIZE; j += LANES) its.update(load(groups[i].values + j));
-                    doubts |= its.nonfinite_mask();
-                    seen[i] = its;
+                    MinMax range;
+                    for (int j = 0; j < SIZE; j += LANES) range.update(load(groups[i].values + j));
+                    doubts |= range.nonfinite_mask();
+                    seen[i] = range;
                 }
-                if (!any(doubts)) return make_grids(Ranges(seen), format);
+                if (!any(doubts)) return make_grids(Ranges(seen), args);
             }
             for (int i = 0; i < count; ++i)
                 minmax<SIZE>(groups[i].values, groups[i].size, ranges.least[i], ranges.most[i]);
-            make_grids(ranges, format);
+            make_grids(ranges, args);
         }
     }
 
     // From what they are known to reach from, and to.
-    void make_grids(const Ranges& ranges, const Format& format) {
-        grids.between(ranges.least, ranges.most, format.wide_scale);
+    void make_grids(const Ranges& ranges, const GroupArguments& args) {
+        grids.between(ranges.least, ranges.most, args.wide_scale);
     }
 
-    void store_scales(int count, const Format& format, int64_t first, void* steps, void* offsets) const {
-        grids.store_scales(count, format.wide_scale, first, steps, format.symmetric ? nullptr : offsets);
+    void store_scales(int count, const GroupArguments& args, int64_t first) const {
+        grids.store_scales(count, args.wide_scale, first, args.steps, args.offsets);
     }
 };

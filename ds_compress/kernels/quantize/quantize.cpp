@@ -1,90 +1,78 @@
 // Group-wise quantization, bit-identical to reference.py.
 
 #include "group.h"
-#include "../native/calls.h"
 
 namespace {
 
+// As cpu.py declares them.
+struct QuantizeArguments {
+    GroupArguments groups;
+    int64_t dithered, first, second;  // first, second: halves of the key of draws
+};
+
 template <int SIZE, class In>
-void quantize(const In* x, Draws* draws, int64_t n, int64_t size, Format format, uint8_t* packed,
-              void* steps, void* offsets) {
-    Batch<SIZE, 16> batch(size, format);
-    for (int64_t start = 0; start < n; start += batch.GROUPS) {
-        const int count = n - start < batch.GROUPS ? n - start : batch.GROUPS;
-        for (int i = 0; i < count; ++i) batch.groups[i].load(x + (start + i) * size, format.diagonal);
-        batch.make_grids(count, format, [&](int i) {
-            batch.groups[i].load_saturated(x + (start + i) * size, format.diagonal);
+void quantize(const In* x, GroupArguments args, Draws* draws, int64_t begin, int64_t end) {
+    Batch<SIZE, 16> batch(args);
+    uint8_t* packed = args.codes(begin);
+    for (int64_t start = begin; start < end; start += batch.GROUPS) {
+        const int count = end - start < batch.GROUPS ? end - start : batch.GROUPS;
+        for (int i = 0; i < count; ++i) batch.groups[i].load(x + (start + i) * args.size, args.diagonal);
+        batch.make_grids(count, args, [&](int i) {
+            batch.groups[i].load_saturated(x + (start + i) * args.size, args.diagonal);
         });
-        for (int i = 0; i < count; ++i, packed += size * format.bits / 8) {
+        for (int i = 0; i < count; ++i, packed += args.size * args.bits / 8) {
             Group<SIZE>& group = batch.groups[i];
             const Grid grid = batch.grids[i];
-            fetch(x + (start + batch.GROUPS + i) * size, size);  // the next batch, while this one is computed
+            fetch(x + (start + batch.GROUPS + i) * args.size, args.size);  // the next batch, while this one is computed
             if (draws) {
-                group.draw(*draws, start + i);
-                group.template pack_codes<true>(format, grid, packed);
+                group.dither_with(*draws, start + i);
+                group.template pack_codes<true>(args, grid, packed);
             } else {
-                group.template pack_codes<false>(format, grid, packed);
+                group.template pack_codes<false>(args, grid, packed);
             }
         }
-        batch.store_scales(count, format, start, steps, offsets);
+        batch.store_scales(count, args, start);
     }
 }
 
 template <int SIZE, bool STREAMS, bool DITHERED, class Out>
-void dequantize(const uint8_t* packed, const void* steps, const void* offsets, Draws* draws, int64_t n, int64_t size,
-                Format format, Out* y) {
+void dequantize(Out* y, GroupArguments args, Draws* draws, int64_t begin, int64_t end) {
     Group<SIZE> group;
-    group.size = size;
-    for (int64_t i = 0; i < n; ++i, packed += size * format.bits / 8, y += size) {
-        if (DITHERED) group.draw(*draws, i);
-        const Delivery<STREAMS, Out> deliver{y};
-        group.template return_values<DITHERED>(format, load_grid(format, steps, offsets, i), packed, deliver);
+    group.size = args.size;
+    const uint8_t* packed = args.codes(begin);
+    for (int64_t i = begin; i < end; ++i, packed += args.size * args.bits / 8) {
+        if (DITHERED) group.dither_with(*draws, i);
+        const Delivery<STREAMS, Out> deliver{y + i * args.size};
+        group.template return_values<DITHERED>(args, load_grid(args, i), packed, deliver);
     }
-}
-
-template <int SIZE, class Out>
-void dequantize(const uint8_t* packed, const void* steps, const void* offsets, Draws* draws, int64_t n, int64_t size,
-                Format format, Out* y) {
-    const bool streams = size % LANES == 0 && to_be_streamed(y, n * size);
-    const auto run = [&](auto is_streamed, auto is_dithered) {
-        dequantize<SIZE, is_streamed(), is_dithered()>(packed, steps, offsets, draws, n, size, format, y);
-    };
-    const auto choose = [&](auto is_streamed) {
-        if (draws) run(is_streamed, std::true_type());
-        else run(is_streamed, std::false_type());
-    };
-    if (!streams) return choose(std::false_type());
-    choose(std::true_type());
-    store_fence();
+    if (STREAMS) store_fence();
 }
 
 }  // namespace
 
 extern "C" {
 
-// cpu.py declares what the arguments may be. `offsets` is not touched if the grid is symmetric.
-
-void quantize_groups(const void* x, int64_t bf16, int64_t dithered, int64_t first, int64_t second, FORMAT_PARAMETERS,
-                     uint8_t* packed, void* steps, void* offsets) {
-    Draws draws(first, second);
-    Draws* its = dithered ? &draws : nullptr;
-    const Format format = FORMAT_OF_ARGUMENTS;
-    with_type(x, bf16, [&](auto* values) {
-        FOR_SIZE(quantize, values, its, n, size, format, packed, steps, offsets)
+int64_t quantize_groups(const QuantizeArguments& args, int threads) {
+    return for_groups(args.groups, threads, [&](const auto* x, auto SIZE, int64_t begin, int64_t end) {
+        Draws draws(args.first, args.second);
+        quantize<SIZE()>(x, args.groups, args.dithered ? &draws : nullptr, begin, end);
     });
 }
 
-void dequantize_groups(void* y, int64_t bf16, int64_t dithered, int64_t first, int64_t second, FORMAT_PARAMETERS,
-                       const uint8_t* packed, const void* steps, const void* offsets) {
-    Draws draws(first, second);
-    Draws* its = dithered ? &draws : nullptr;
-    const Format format = FORMAT_OF_ARGUMENTS;
-    with_type(y, bf16, [&](auto* values) {
-        FOR_SIZE(dequantize, packed, steps, offsets, its, n, size, format, values)
+int64_t dequantize_groups(const QuantizeArguments& args, int threads) {
+    return for_groups(args.groups, threads, [&](auto* y, auto SIZE, int64_t begin, int64_t end) {
+        Draws draws(args.first, args.second);
+        const auto run = [&](auto STREAMS, auto DITHERED) {
+            dequantize<SIZE(), STREAMS(), DITHERED()>(y, args.groups, &draws, begin, end);
+        };
+        const auto choose = [&](auto STREAMS) {
+            if (args.dithered) run(STREAMS, std::true_type());
+            else run(STREAMS, std::false_type());
+        };
+        const int64_t size = args.groups.size;
+        if (size % LANES == 0 && to_be_streamed(y + begin * size, (end - begin) * size)) choose(std::true_type());
+        else choose(std::false_type());
     });
 }
-
-EXPORT_PARALLEL(quantize_groups)
-EXPORT_PARALLEL(dequantize_groups)
 
 }  // extern "C"

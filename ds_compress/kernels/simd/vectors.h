@@ -74,12 +74,11 @@ inline void store(float value, uint16_t& y) {
     y = static_cast<uint16_t>(value != value ? 0x7FC0 : rounded);
 }
 
-// Calls f with `values` as bf16 or fp32.
-template <class Values, class F>
-inline auto with_type(Values* values, int64_t bf16, const F& f) {
-    constexpr bool IS_CONST = std::is_const_v<Values>;
-    if (bf16) return f(static_cast<std::conditional_t<IS_CONST, const uint16_t, uint16_t>*>(values));
-    return f(static_cast<std::conditional_t<IS_CONST, const float, float>*>(values));
+// Calls f with `values` as floats of 16 bits, bf16 or any, or as Wide.
+template <class Wide = float, class F>
+inline auto with_type(void* values, int64_t is_16_bits, const F& f) {
+    if (is_16_bits) return f(static_cast<uint16_t*>(values));
+    return f(static_cast<Wide*>(values));
 }
 
 inline Floats load(const float* values) {

@@ -2,7 +2,7 @@
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,15 +11,7 @@ from torch import Tensor
 from ds_compress.kernels import native
 from ds_compress.kernels.feedback.cpu import is_finite
 from ds_compress.kernels.memory import empty_template, scratch
-from ds_compress.kernels.native.function import (
-    NUMBER,
-    SIZE,
-    SIZES,
-    Buffer,
-    Call,
-    Function,
-    for_each_dtype,
-)
+from ds_compress.kernels.native.function import NUMBER, SIZE, Buffer, Call, Function
 from ds_compress.kernels.topk import reference
 from ds_compress.kernels.topk.reference import INFINITY
 
@@ -27,30 +19,43 @@ __all__ = reference.__all__
 
 _ABOVE_0 = range(1, 1 << 62)
 _WORD = 64
+_MOVED = (torch.float32, torch.bfloat16, torch.float16)
+"""The floats whose bits C++ moves."""
+
+
+def _floats(*dims: str | int) -> Buffer:
+    return Buffer(_MOVED, dims, dtype_from="dtype")
+
+
 _BITS = Buffer((torch.uint8,), ("n",), per=8)
-
-
-def _int64(*dims: str) -> Buffer:
-    return Buffer((torch.int64,), dims)
-
-
-_set_bits = Function("selection", "set_bits", indices=_int64("count"), count=SIZE, packed=_BITS, n=SIZE)
-_list_bits = Function("selection", "list_bits", packed=_BITS, n=SIZE, most=SIZE, found=_int64("most"))
-_largest = for_each_dtype(
-    *("kth_largest", "select_largest", SIZES),
-    x=("rows", "d"),
+_INDICES: dict[str, Any] = {
+    "packed": _BITS,
+    "n": SIZE,
+    "indices": Buffer((torch.int64,), ("count",)),
+    "count": SIZE,
+}
+_ENTRIES: dict[str, Any] = {
+    "x": _floats("n"),
+    "dtype": range(len(_MOVED)),
+    "n": _ABOVE_0,
+    "packed": _BITS,
+    "count": SIZE,
+    "values": _floats("count"),
+}
+_set_bits = Function("selection", "set_bits", **_INDICES)
+_list_bits = Function("selection", "list_bits", **_INDICES)
+_gather = Function("selection", "gather", **_ENTRIES)
+_scatter = Function("selection", "scatter", **_ENTRIES)
+_largest = Function(
+    *("kth_largest", "select_largest"),
+    x=_floats("rows", "d"),
+    dtype=range(len(_MOVED)),
     **dict.fromkeys(("rows", "d", "words", "k"), SIZE),
     **dict.fromkeys(("stride", "first", "last"), _ABOVE_0),
     infinity=NUMBER,
-    space=("words", _WORD),
+    space=_floats("words", _WORD),
     packed=Buffer((torch.uint8,), ("rows", "d"), per=8),
-    values=("rows", "k"),
-)
-_gather = for_each_dtype(
-    *("selection", "gather", SIZES), x=("n",), n=_ABOVE_0, packed=_BITS, count=SIZE, out=("count",)
-)
-_scatter = for_each_dtype(
-    *("selection", "scatter", SIZES), values=("count",), count=SIZE, packed=_BITS, n=SIZE, y=("n",)
+    values=_floats("rows", "k"),
 )
 
 
@@ -63,18 +68,20 @@ class CopyPlan(NamedTuple):
 
 @lru_cache  # most messages have the shape of the one before
 def _list_plan(numel: int, count: int) -> CopyPlan:
-    return CopyPlan(_list_bits.bind(n=numel, most=count), empty_template((count,), torch.int64))
+    return CopyPlan(_list_bits.bind(n=numel, count=count), empty_template((count,), torch.int64))
 
 
 @lru_cache
 def _gather_plan(dtype: torch.dtype, n: int, count: int) -> CopyPlan:
-    return CopyPlan(_gather[dtype].bind(n=n, count=count), empty_template((count,), dtype))
+    return CopyPlan(
+        _gather.bind(dtype=_MOVED.index(dtype), n=n, count=count), empty_template((count,), dtype)
+    )
 
 
 @lru_cache
 def _scatter_plan(dtype: torch.dtype, shape: tuple[int, ...], count: int) -> CopyPlan:
     template = empty_template(shape, dtype)
-    return CopyPlan(_scatter[dtype].bind(n=template.numel(), count=count), template)
+    return CopyPlan(_scatter.bind(dtype=_MOVED.index(dtype), n=template.numel(), count=count), template)
 
 
 def sample_plan(d: int, k: int, least: int) -> tuple[int, int, int]:
@@ -114,7 +121,7 @@ class LargestPlan:
         stride, first, last = first_look(d, k)
         words = -(-d // _WORD)
         known = {"rows": rows, "d": d, "words": words, "k": k, "stride": stride, "first": first, "last": last}
-        self.call = _largest[dtype].bind(**known, infinity=INFINITY[dtype])
+        self.call = _largest.bind(dtype=_MOVED.index(dtype), **known, infinity=INFINITY[dtype])
         self.space = (words * _WORD,)
         self.packed = empty_template((-(-rows * d // 8),), torch.uint8)
         self.values = empty_template((rows * k,), dtype)
@@ -140,7 +147,7 @@ def set_bits(indices: Tensor, numel: int) -> Tensor:
     if not native.serves(numel):
         return pack_bits(reference.as_mask(indices, numel))
     packed = torch.zeros(-(-numel // 8), dtype=torch.uint8, device="cpu")
-    done = _set_bits(indices=indices.contiguous(), count=indices.numel(), packed=packed, n=numel)
+    done = _set_bits.bind(n=numel, count=indices.numel())(packed, indices.contiguous())
     if done < indices.numel():
         raise IndexError(f"index {indices[done]} came, of {numel} entries")
     return packed
@@ -165,7 +172,7 @@ def copy_bits(packed: Tensor, numel: int, count: int) -> Tensor:
 
 def gather(x: Tensor, entries: Tensor, count: int) -> Tensor:
     """See `reference.gather`; of damaged bits, of which fewer than `count` are set, the first entry."""
-    if entries.dtype != torch.uint8 or not native.serves(x.numel()):
+    if entries.dtype != torch.uint8 or not _is_supported(x):
         return reference.gather(x, entries, count)
     call, template = _gather_plan(x.dtype, x.numel(), count)
     out = torch.empty_like(template)
@@ -175,21 +182,25 @@ def gather(x: Tensor, entries: Tensor, count: int) -> Tensor:
 
 def scatter(values: Tensor, entries: Tensor, shape: tuple[int, ...]) -> Tensor:
     """See `reference.scatter`; of damaged bits, of which another number is set, all values that fit."""
-    if entries.dtype == torch.uint8:
+    if entries.dtype == torch.uint8 and values.dtype in _MOVED:
         call, template = _scatter_plan(values.dtype, shape, values.numel())
         if native.serves(template.numel()):
             y = torch.empty_like(template)
-            call(values.contiguous(), entries, y)
+            call(y, entries, values.contiguous())
             return y
     return reference.scatter(values, entries, shape)
 
 
 def select_largest(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `reference.select_largest`; the entries as bits."""
-    if not native.serves(x.numel()):
+    if not _is_supported(x):
         return reference.select_largest(x, k, values)
     plan = _largest_plan(x.dtype, *x.shape, k)
     packed = torch.empty_like(plan.packed)
     values = torch.empty_like(plan.values) if values is None else values
     plan.call(x.contiguous(), scratch("keys", plan.space, x.dtype), packed, values)
     return packed, values
+
+
+def _is_supported(x: Tensor) -> bool:
+    return x.dtype in _MOVED and native.serves(x.numel())

@@ -3,7 +3,6 @@
 // A key is the bits of a float without its sign: it orders as |x| does. Nan has no key of its own: it is what reaches
 // that of infinity, as infinity does, and no bound is above.
 
-#include "../native/calls.h"
 #include "masks.h"
 
 namespace {
@@ -43,8 +42,8 @@ void zero_tail(Bits* x, int64_t n) {
     while (n % WORD) x[n++] = 0;
 }
 
-// The key of `rank`, 1 for the largest, among those of x [n], from `low` to `high`: its bits one after the other. Of many
-// entries x is lost; what is behind its last one, up to a whole word, is.
+// The key of `rank`, 1 for the largest, among those of x [n], from `low` to `high`: its bits one after the other.
+// Overwrites x where n is large, and the padding of its last word always.
 template <class Bits>
 Ranked<Bits> find_rank(Bits* x, int64_t n, Bits low, Bits high, int64_t rank) {
     const Bits most = high;
@@ -86,7 +85,7 @@ Ranked<Bits> find_kth(const Bits* x, int64_t d, int64_t k, int64_t stride, int64
     Bits low = 0, high = infinity;
     if (stride > 1) bracket(x, d, stride, first, last, infinity, low, high);
     int64_t higher, count = collect_band(x, d, low, high, infinity, space, higher);
-    if (higher >= k || higher + count < k)  // misled
+    if (higher >= k || higher + count < k)  // the sample's bracket missed rank k: search all
         low = 0, high = infinity, count = collect_band(x, d, low, high, infinity, space, higher);
     return find_rank(space, count, low, high, k - higher);
 }
@@ -105,14 +104,25 @@ void write_bits(uint64_t word, uint8_t* packed, int64_t bytes, int64_t place) {
     if (over && available > 8) packed[first + 8] |= static_cast<uint8_t>(word >> (64 - over));
 }
 
+// As cpu.py declares them. space: uninitialized memory of whole words.
+struct SelectArguments {
+    void* x;
+    int64_t dtype, rows, d, words, k, stride, first, last, infinity;
+    void* space;
+    uint8_t* packed;
+    void* values;
+};
+
 template <class Bits>
-void select_largest(const Bits* x, int64_t rows, int64_t d, int64_t k, int64_t stride, int64_t first, int64_t last, Bits infinity,
-           Bits* space, uint8_t* packed, Bits* values) {
-    const int64_t bytes = (rows * d + 7) / 8;
-    const Bits* end = values + rows * k;
+void select_largest(const Bits* x, const SelectArguments& args) {
+    const int64_t d = args.d, bytes = (args.rows * d + 7) / 8;
+    const Bits infinity = static_cast<Bits>(args.infinity);
+    uint8_t* packed = args.packed;
+    Bits* values = static_cast<Bits*>(args.values);
+    const Bits* end = values + args.rows * args.k;
     std::memset(packed, 0, bytes);
-    for (int64_t row = 0; row < rows; ++row, x += d) {
-        const Ranked<Bits> cut = find_kth(x, d, k, stride, first, last, infinity, space);
+    for (int64_t row = 0; row < args.rows; ++row, x += d) {
+        const Ranked<Bits> cut = find_kth(x, d, args.k, args.stride, args.first, args.last, infinity, static_cast<Bits*>(args.space));
         const bool all = cut.equal == cut.ties;  // as where no other entry has this key
         int64_t ties = all ? 0 : cut.ties;
         for (int64_t i = 0; i < d; i += WORD) {
@@ -129,18 +139,9 @@ void select_largest(const Bits* x, int64_t rows, int64_t d, int64_t k, int64_t s
 
 extern "C" {
 
-// `space` is uninitialized memory of whole words; cpu.py declares what the arguments may be.
-#define SELECT_LARGEST(BITS)                                                                                                \
-    void select_largest##BITS(const uint##BITS##_t* x, int64_t rows, int64_t d, int64_t, int64_t k, int64_t stride,         \
-                     int64_t first, int64_t last, int64_t infinity, uint##BITS##_t* space, uint8_t* packed,        \
-                     uint##BITS##_t* values) {                                                                     \
-        select_largest<uint##BITS##_t>(x, rows, d, k, stride, first, last, static_cast<uint##BITS##_t>(infinity), space,    \
-                              packed, values);                                                                     \
-    }                                                                                                              \
-    EXPORT(select_largest##BITS)
-
-SELECT_LARGEST(16)
-SELECT_LARGEST(32)
-SELECT_LARGEST(64)
+int64_t select_largest(const SelectArguments& args, int) {
+    with_type<uint32_t>(args.x, args.dtype, [&](const auto* x) { select_largest(x, args); });
+    return 0;
+}
 
 }  // extern "C"

@@ -1,6 +1,5 @@
 // Bit strings: their bits set and listed, and the entries that they hold read out of a tensor, and put back.
 
-#include "../native/calls.h"
 #include "masks.h"
 
 namespace {
@@ -30,49 +29,63 @@ void scatter(const Entry* values, int64_t count, const uint8_t* packed, int64_t 
 
 }  // namespace
 
-#define GATHER_SCATTER(BITS)                                                                                                   \
-    void gather##BITS(const uint##BITS##_t* x, int64_t n, const uint8_t* packed, int64_t count,                      \
-                      uint##BITS##_t* out) {                                                                         \
-        gather(x, n, packed, count, out);                                                                            \
-    }                                                                                                                \
-    void scatter##BITS(const uint##BITS##_t* values, int64_t count, const uint8_t* packed, int64_t n,                \
-                       uint##BITS##_t* y) {                                                                          \
-        scatter(values, count, packed, n, y);                                                                        \
-    }                                                                                                                \
-    EXPORT(gather##BITS)                                                                                           \
-    EXPORT(scatter##BITS)
+// As cpu.py declares them.
+struct GatherArguments {
+    void* x;
+    int64_t dtype, n;
+    const uint8_t* packed;
+    int64_t count;
+    void* values;
+};
+
+struct BitsArguments {
+    uint8_t* packed;
+    int64_t n;
+    int64_t* indices;
+    int64_t count;
+};
 
 extern "C" {
 
-GATHER_SCATTER(16)
-GATHER_SCATTER(32)
-GATHER_SCATTER(64)
-
-// Sets the bits `indices` [count] of the zeros `packed`; bit j of byte i belongs to entry 8 * i + j, of n. Returns the
-// place of the first index that is none of an entry, or `count`.
-int64_t set_bits(const int64_t* indices, int64_t count, uint8_t* packed, int64_t n) {
-    for (int64_t i = 0; i < count; ++i) {
-        if (indices[i] < 0 || indices[i] >= n) return i;
-        packed[indices[i] >> 3] |= 1 << (indices[i] & 7);
-    }
-    return count;
+int64_t gather(const GatherArguments& args, int) {
+    with_type<uint32_t>(args.x, args.dtype, [&](auto* x) {
+        gather(x, args.n, args.packed, args.count, static_cast<decltype(x)>(args.values));
+    });
+    return 0;
 }
 
-// Lists the first `most` of the bits of `packed` that are set, among its first n; 0 where there are no more.
-void list_bits(const uint8_t* packed, int64_t n, int64_t most, int64_t* found) {
-    int64_t count = 0;
+int64_t scatter(const GatherArguments& args, int) {
+    with_type<uint32_t>(args.x, args.dtype, [&](auto* y) {
+        scatter(static_cast<decltype(y)>(args.values), args.count, args.packed, args.n, y);
+    });
+    return 0;
+}
+
+// Sets the bits `indices` of the zeros `packed`; bit j of byte i belongs to entry 8 * i + j, of n. Returns the place of the
+// first index that is none of an entry, or `count`.
+int64_t set_bits(const BitsArguments& args, int) {
+    for (int64_t i = 0; i < args.count; ++i) {
+        const int64_t index = args.indices[i];
+        if (index < 0 || index >= args.n) return i;
+        args.packed[index >> 3] |= 1 << (index & 7);
+    }
+    return args.count;
+}
+
+// Lists the first `count` of the bits of `packed` that are set, among its first n; 0 where there are no more.
+int64_t list_bits(const BitsArguments& args, int) {
+    const int64_t n = args.n, most = args.count;
+    int64_t *found = args.indices, count = 0;
     for (int64_t i = 0; i < n; i += WORD) {
-        uint64_t word = load_word(packed, i, n);
+        uint64_t word = load_word(args.packed, i, n);
         if (count + __builtin_popcountll(word) > most) {
             for (; word && count < most; word &= word - 1) found[count++] = i + __builtin_ctzll(word);
-            return;
+            return 0;
         }
         for (; word; word &= word - 1) found[count++] = i + __builtin_ctzll(word);
     }
     while (count < most) found[count++] = 0;
+    return 0;
 }
-
-EXPORT(set_bits)
-EXPORT(list_bits)
 
 }  // extern "C"
