@@ -33,6 +33,7 @@ PACKAGES = [
     "runtime",
     "simulate",
     "engine",
+    "sites",
     "hf",
     "autoload",
     "__init__",
@@ -40,6 +41,8 @@ PACKAGES = [
     "__main__",
 ]
 RANK = {name: rank for rank, name in enumerate(PACKAGES)}
+WINGS = {"sites", "hf", "cli"}
+"""What the core, all before them, works without. engine/attach.py has the module of one by name."""
 ONLY_IN = {
     # planning: replays DeepSpeed's schedule
     "deepspeed": {"engine", "runtime", "checkpoint", "planning", "hf"},
@@ -116,6 +119,19 @@ def circles(imported: dict[str, set[str]]) -> list[list[str]]:
         if name in names
     }
     return sorted(map(list, together))
+
+
+def test_the_core_imports_no_wing():
+    """The session imported threads and stores of sites that hardly any run has."""
+    core = PACKAGES[: PACKAGES.index("sites")]
+    assert not WINGS & set(core)
+    found = [
+        (name, other)
+        for name, others in graph().items()
+        for other in others
+        if {*name.split(".")[1:2]} & set(core) and {*other.split(".")[1:2]} & WINGS
+    ]
+    assert not found
 
 
 def test_no_imports_go_in_circles():

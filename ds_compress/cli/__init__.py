@@ -12,12 +12,12 @@ from ds_compress.cli import (
     listing,
     merge,
     reference,
-    replica_store,
     report,
 )
 from ds_compress.cli.arguments import Parser
 from ds_compress.errors import CompressionError
 from ds_compress.registry import plugins
+from ds_compress.sites import command as replica_store
 from ds_compress.version import __version__
 
 COMMANDS = (listing, check, bench, advise, report, merge, reference, doctor, replica_store)

@@ -1,5 +1,6 @@
 """Attach to a live engine: check releases, agree on settings, change the class of the engine."""
 
+import importlib
 import itertools
 import logging
 import weakref
@@ -17,7 +18,6 @@ from ds_compress.engine.handshake import Notes, SharedWarning, agree, numerics_t
 from ds_compress.engine.intercept import PointToPoint
 from ds_compress.engine.mixin import CompressedEngine
 from ds_compress.engine.optimizers import check_optimizer
-from ds_compress.engine.outer import check_outer
 from ds_compress.engine.session import Session, steps_per_epoch
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.backends import kernels
@@ -26,6 +26,10 @@ from ds_compress.version import __version__
 
 HANDSHAKE_SECONDS = 300.0
 """How long ranks wait for each other: on a busy machine a healthy one took more than a minute."""
+
+SITES = "ds_compress.sites.traffic"
+"""The module of what exchanges weights between launches. A config that asks for it has it imported, by name:
+the engine works without."""
 
 _engines = itertools.count()
 
@@ -80,8 +84,9 @@ def attach(engine: Any, block: object) -> None:
         compresses = config.block.enabled and (engine.num_stages > 1 or exchanges)
         if codec is not None and has_replicas and config.block.replicas:
             check_optimizer(engine, config.block.replicas, codec)
-        if compresses and config.outer:
-            check_outer(engine)
+        sites = importlib.import_module(SITES) if compresses and config.outer else None
+        if sites is not None:
+            sites.OuterTraffic.check(engine)
         if compresses:
             config.prepare()
         else:
@@ -112,7 +117,8 @@ def attach(engine: Any, block: object) -> None:
     notes = Notes(store, f"ds_compress/notes/{number}/{engine.grid.get_data_parallel_id()}")
     warning = SharedWarning(store, f"ds_compress/left/{number}")
     parts = PointToPoint.over(p2p), original, watchdog, notes, warning
-    session = engine.ds_compress = make_session(engine, config, *parts)
+    outer = sites.OuterTraffic(engine, config) if sites is not None else None
+    session = engine.ds_compress = make_session(engine, config, *parts, outer)
     cleanup.free_with(engine, session.stage.groups, watchdog.close)
     weakref.finalize(engine, session.monitor.close)  # when the engine goes, at the latest when Python ends
 

@@ -39,7 +39,6 @@ from ds_compress.engine.intercept import (
     refuse,
 )
 from ds_compress.engine.lookahead import MADE_BY, Lookahead
-from ds_compress.engine.outer import OuterTraffic
 from ds_compress.engine.reconfigure import Reconfigurator
 from ds_compress.engine.stage import Instruction, Stage, StepContext
 from ds_compress.engine.wiring import wire
@@ -90,6 +89,7 @@ class Session:
         watchdog: Watchdog,
         notes: Notes,
         left_alone: SharedWarning,
+        outer: Any,
     ):
         """Build the boundaries, links and parts of this rank; every rank of the job calls it.
 
@@ -101,6 +101,7 @@ class Session:
             watchdog: of the job.
             notes: takes lines of every rank of the pipeline to the one that reports.
             left_alone: takes the warning that messages are left to DeepSpeed.
+            outer: the part that exchanges weights between launches; None: replicas are of one launch.
         """
         boundaries = self.check(config, engine.num_stages)
         self.engine = engine
@@ -119,8 +120,7 @@ class Session:
         self.gradients = connect_replicas(engine, config)
         if self.gradients is not None:
             self.stage.groups.append(self.gradients.exchange.replicas.group)
-        self.outer = OuterTraffic(engine, config) if config.outer else None
-        self.replicas = self.outer or self.gradients
+        self.replicas = outer or self.gradients
         self.guard = Guard(config, engine.global_rank, boundaries)
         self.replica_check = ReplicaCheck(self.stage, self.sides(), engine.grid, engine.device)
         self.monitor = Monitor(
@@ -141,7 +141,7 @@ class Session:
             shared = engine.num_stages, engine.device, all_gather
             self.replica_policy = ReplicaPolicy(config, [self.gradients.exchange], *shared)
         found = self.gradients, self.replica_check, self.monitor, self.depth, self.policy, self.replica_policy
-        self.parts: list[RuntimePart] = [part for part in (*found, self.outer) if part is not None]
+        self.parts: list[RuntimePart] = [part for part in (*found, outer) if part is not None]
         """In the order in which their hooks are called."""
         watching = self.guard, self.replica_check, self.monitor
         self.reconfigurator = Reconfigurator(engine.num_stages, self.stage, boundaries, self.check, watching)

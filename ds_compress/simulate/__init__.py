@@ -5,7 +5,6 @@ with the objects that the pipeline engine uses: the losses are those of the real
 """
 
 from ds_compress.simulate.model import Traffic, announce, evaluating, simulate, traffic
-from ds_compress.simulate.outer import SimulatedRounds
 from ds_compress.simulate.replicas import SimulatedReplicas
 
-__all__ = ["SimulatedReplicas", "SimulatedRounds", "Traffic", "announce", "evaluating", "simulate", "traffic"]
+__all__ = ["SimulatedReplicas", "Traffic", "announce", "evaluating", "simulate", "traffic"]

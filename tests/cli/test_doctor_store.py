@@ -12,10 +12,10 @@ from ds_compress.cli import main
 from ds_compress.cli.doctor import store as store_module
 from ds_compress.config import Config
 from ds_compress.config.replicas import OuterOptions
-from ds_compress.replicas.board import PREFIX, Position
-from ds_compress.replicas.outer_step import Anchor
-from ds_compress.replicas.rounds import Rounds
-from ds_compress.replicas.store import shared_settings
+from ds_compress.sites.board import PREFIX, Position
+from ds_compress.sites.outer_step import Anchor
+from ds_compress.sites.rounds import Rounds
+from ds_compress.sites.store import shared_settings
 
 BLOCK = {"replicas": {"codec": {"name": "quantize", "bits": 4}, "feedback": "ef", "every": 30}}
 

@@ -1,11 +1,11 @@
-"""Replicas and outer steps in one process: the weights of real ones, and what error feedback is for."""
+"""Replicas in one process: the weights of real ones, and what error feedback is for."""
 
 import pytest
 import torch
 from torch import nn
 
 from ds_compress.errors import CompressionError
-from ds_compress.simulate import SimulatedReplicas, SimulatedRounds
+from ds_compress.simulate import SimulatedReplicas
 from tests.support.pipeline import MICRO_BATCHES, batches, ds_config, loss_fn, simulated
 from tests.support.ranks import run_ranks
 from tests.support.replicas import WIDE, train_replicas, wide_layers
@@ -85,92 +85,3 @@ def test_a_replica_too_few_or_too_many_is_refused():
     replicas.collect()
     with pytest.raises(CompressionError, match="more than 2 replicas"):
         replicas.collect()
-
-
-PLAIN = {"lr": 1.0, "momentum": 0.0}
-
-
-def outer_config(every=1, codec="none", feedback="none", **outer):
-    return {
-        "ds_compress": {"replicas": {"codec": codec, "feedback": feedback, "every": every, "outer": outer}}
-    }
-
-
-def models(count, size=160):
-    torch.manual_seed(0)
-    return [nn.Sequential(nn.Linear(size, size), nn.Tanh(), nn.Linear(size, 4)) for _ in range(count)]
-
-
-def train(replicas, rounds, steps, lr=0.1):
-    """Train every replica on batches of its own with SGD; yield after each step."""
-    optimizers = [torch.optim.SGD(model.parameters(), lr=lr) for model in replicas]
-    generators = [torch.Generator().manual_seed(seed) for seed in range(len(replicas))]
-    for _ in range(steps):
-        for model, optimizer, generator in zip(replicas, optimizers, generators):
-            x = torch.randn(8, 160, generator=generator)
-            (model(x) - x[:, :4]).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        yield
-        if rounds is not None:
-            rounds.end_step()
-
-
-def flat(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def test_one_step_of_sgd_gives_the_mean():
-    """I6."""
-    replicas = models(3)
-    rounds = SimulatedRounds(replicas, outer_config(delay=0, **PLAIN))
-    for _ in train(replicas, rounds, 5):
-        wanted = torch.stack([flat(model) for model in replicas]).mean(0)
-    assert all(torch.allclose(flat(model), wanted, atol=1e-6) for model in replicas)
-    assert all(torch.equal(flat(model), flat(replicas[0])) for model in replicas)
-
-
-@pytest.mark.parametrize("delay", [0, 2, 3])
-def test_a_lone_replica_trains_as_without(delay):
-    (alone,), (replica,) = models(1), models(1)
-    rounds = SimulatedRounds([replica], outer_config(every=3, delay=delay, **PLAIN))
-    for _ in zip(train([alone], None, 10), train([replica], rounds, 10)):
-        pass
-    assert torch.allclose(flat(alone), flat(replica), atol=1e-6)
-
-
-@pytest.mark.parametrize("delay", [0, 1, 4])
-def test_all_that_is_learned_counts_once(delay):
-    """The gradient of each replica is constant, so what it learns between two rounds is known."""
-    replicas, slopes, mean = models(2), (1.0, 3.0), 4e-3 * 2
-    rounds = SimulatedRounds(replicas, outer_config(every=4, delay=delay, **PLAIN))
-    first = flat(replicas[0])
-    for step in range(1, 4 * 5 + 1):
-        for model, slope in zip(replicas, slopes):
-            with torch.no_grad():
-                for p in model.parameters():
-                    p -= 1e-3 * slope
-        rounds.end_step()
-        sent, applied = step // 4, max(0, step - delay) // 4
-        assert torch.allclose(rounds.anchor.values, _sorted(first, replicas[0]) - sent * mean, atol=1e-5)
-        for model, slope in zip(replicas, slopes):
-            own = 1e-3 * slope * (step - 4 * applied)  # learned since the round that is applied
-            assert torch.allclose(flat(model), first - applied * mean - own, atol=1e-5)
-
-
-def _sorted(values, model):
-    """`values` with the parameters that are compressed first, as in the anchor."""
-    parts = values.split([p.numel() for p in model.parameters()])
-    return torch.cat(sorted(parts, key=lambda part: part.numel() < 16_384))
-
-
-def test_other_blocks_are_refused():
-    with pytest.raises(CompressionError, match="SimulatedRounds needs"):
-        SimulatedRounds(models(1), {"ds_compress": {"replicas": {"codec": "quantize"}}})
-
-
-def test_small_matrices_are_compressed_too():
-    """Those of LoRA have a few thousand values; they were sent in fp32, 8 times the bytes."""
-    rounds = SimulatedRounds(models(2, size=40), outer_config(codec={"name": "quantize", "bits": 4}))
-    exact = 40 + 4 + 4 * 40  # biases, and a matrix of fewer than 1,024 values
-    assert rounds.codecs[0].nbytes < 4 * exact + 1600 * 5 / 8 + 200

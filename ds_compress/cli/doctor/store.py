@@ -9,9 +9,9 @@ from typing import Any
 from ds_compress.cli.doctor.findings import Finding
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError, in_one_line, shown
-from ds_compress.replicas.board import CHUNK, survey
-from ds_compress.replicas.rounds import BEAT_S
-from ds_compress.replicas.store import connect, parse_address, shared_settings
+from ds_compress.sites.board import CHUNK, survey
+from ds_compress.sites.rounds import BEAT_S
+from ds_compress.sites.store import connect, parse_address, shared_settings
 
 ORIGIN = "--replica-store"
 ROUND_TRIPS = 9

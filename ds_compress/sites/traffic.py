@@ -1,9 +1,8 @@
 """Replicas that are launched apart: at which steps an engine exchanges its progress, and with which weights.
 
-The master weights of a rank are what its optimizer steps on, in fp32: parameters, or the partition of a
-DeepSpeed optimizer. An exchange (`replicas/rounds.py`) runs in a thread, in host memory, during the next
-steps. All ranks of the launch apply its result in the same step, or none does: then the replica joins the
-others again at the next exchange. Training waits for other replicas, but not for a store without an answer.
+An exchange (`rounds.py`) runs in a thread, in host memory, during the next steps. All ranks of the launch
+apply its result in the same step, or none does: then the replica joins the others again at the next exchange.
+Training waits for other replicas, but not for a store without an answer.
 """
 
 import functools
@@ -13,14 +12,8 @@ import json
 import logging
 import math
 import os
-import queue
-import socket
-import threading
-import time
-import weakref
-from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,42 +23,28 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_compress.config import Config
 from ds_compress.config.replicas import STORE
-from ds_compress.engine.deepspeed import (
-    copy_weights_to_parameters,
-    has_partitions,
-    partitioned_weights,
-    tied_weights,
-)
+from ds_compress.engine.deepspeed import has_partitions
 from ds_compress.errors import CompressionError, in_one_line
 from ds_compress.feedback.state import residuals
 from ds_compress.message.layout import Counters
 from ds_compress.message.part import RuntimePart, Step
-from ds_compress.replicas.board import Position
-from ds_compress.replicas.outer_step import EXACT, MIN_DELTA_NUMEL, Anchor, DeltaCodec, DeltaPart
-from ds_compress.replicas.rounds import BEAT_S, ExchangeResult, Rounds, patience
-from ds_compress.replicas.slices import GRADIENT, RowSpan, is_compressed
-from ds_compress.replicas.store import CONNECT_S, PLACE, WatchedStore, connect, parse_address, shared_settings
+from ds_compress.replicas.slices import GRADIENT
+from ds_compress.sites.board import Position
+from ds_compress.sites.masters import MasterWeight, find_masters, read_masters, write_masters
+from ds_compress.sites.outer_step import Anchor, DeltaCodec
+from ds_compress.sites.rounds import ExchangeResult, patience
+from ds_compress.sites.store import PLACE, connect, parse_address, reconnect, run_in_thread, shared_settings
+from ds_compress.sites.worker import Worker
 
-EXIT_S = 5.0
-"""Seconds in which a thread answers that is in no call of the store."""
 ANSWER_S = 5.0
 """Seconds for which training waits for a store that does not answer."""
 FAILED, LATE, HERE = range(3)
 """What an exchange has come to on a rank."""
 STATE = 2**16
 """Checkpoint key of anchor, momentum, base and position; smaller keys are slices."""
-TIED = 2**15
-"""Numbers of parts of tied parameters begin here; they are equal on all stages."""
 
 _engines = itertools.count()
 log = logging.getLogger("ds_compress")
-
-
-class MasterWeight(NamedTuple):
-    """Where the fp32 values of a parameter lie."""
-
-    values: Tensor  # 1-D view
-    part: DeltaPart | None  # None: it stays exact
 
 
 class OuterTraffic(RuntimePart):
@@ -74,11 +53,37 @@ class OuterTraffic(RuntimePart):
     restarts = "outer steps begin again with the loaded weights"
     """What a checkpoint without usable state leads to."""
 
+    @staticmethod
+    def check(engine: Any) -> None:
+        """Refuse an engine whose replicas cannot be launched apart.
+
+        Raises:
+            CompressionError: names what is missing.
+        """
+        optimizer = engine.optimizer
+        is_partitioned = has_partitions(optimizer)
+        if engine.has_moe_layers:
+            raise CompressionError(f"{PLACE}.every: MoE layers are not allowed between launches; use every 1")
+        if not is_partitioned and any(
+            p.dtype != torch.float32 for p in engine.module.parameters() if p.requires_grad
+        ):
+            raise CompressionError(
+                f"{PLACE}.every: {type(optimizer).__name__} has no fp32 weights that are known here; use "
+                "bf16, or ZeRO 1"
+            )
+        if not is_partitioned and engine.is_data_parallel:
+            raise CompressionError(
+                f"{PLACE}.every: a launch with data-parallel ranks needs ZeRO 1, so that each has a part of "
+                'the weights; set "zero_optimization": {"stage": 1}'
+            )
+        if dist.get_rank() == 0:
+            parse_address(os.environ.get(STORE, ""))
+
     def __init__(self, engine: Any, config: Config):
         """Read the master weights; every rank of the launch calls it alike.
 
         Args:
-            config: checked by `check_outer`.
+            config: of an engine that `check` accepts.
         """
         assert config.outer is not None and config.outer_codec is not None
         self._engine = engine
@@ -95,7 +100,7 @@ class OuterTraffic(RuntimePart):
         self._store_key = f"ds_compress/outer/{next(_engines)}"
         self._joins = itertools.count()
         self._exchanges = 0
-        self._worker: _Worker | None = None  # None: this replica trains alone
+        self._worker: Worker | None = None  # None: this replica trains alone
         self._is_new = True  # whether it has met no other replicas since it was launched, or loaded
         self._probe: Future[Any] | None = None  # rank 0: a new connection to the store, after one was lost
         self._pending: Future[tuple[ExchangeResult, float]] | None = None  # with its duration in seconds
@@ -104,7 +109,7 @@ class OuterTraffic(RuntimePart):
         self.anchor: Anchor | None = None  # None until the first step
         self.position: Position | None = None
         self.base: Tensor | None = None
-        """Base of the last exchange, until the weights have its result; see replicas/outer_step.py."""
+        """Base of the last exchange, until the weights have its result; see outer_step.py."""
         self.sent = Counters()
         self._began: int | None = None  # step after which the last round began
         self._round_s, self._members = 0.0, 0
@@ -137,7 +142,7 @@ class OuterTraffic(RuntimePart):
             CompressionError: they have other settings, or the store cannot be reached.
         """
         if self.anchor is None:
-            values = _read(self._masters())
+            values = read_masters(self._masters())
             self.anchor = Anchor(values, torch.zeros_like(values))
         if self._began is None:
             self._began = self._engine.global_steps
@@ -244,7 +249,7 @@ class OuterTraffic(RuntimePart):
         assert self._worker is not None and self.anchor is not None and self.position is not None
         self._exchanges += 1
         self._residuals = self.codec.residuals()
-        sent = _read(self._masters())
+        sent = read_masters(self._masters())
         task = functools.partial(
             self._worker.rounds.exchange_delta, self._exchanges, self.anchor, self.position, sent, self.codec
         )
@@ -256,13 +261,13 @@ class OuterTraffic(RuntimePart):
         if base is None or self.anchor is None:
             return
         masters = self._masters()
-        _write(self._engine, masters, self.anchor.values + (_read(masters) - base))
+        write_masters(self._engine, masters, self.anchor.values + (read_masters(masters) - base))
 
     def _leave(self, failure: str) -> None:
         """Leave the other replicas until the next exchange, and log why."""
         self.close()
         if dist.get_rank() == 0:
-            self._probe = _run(_reconnect)
+            self._probe = run_in_thread(reconnect, "ds_compress_probe")
         if failure:
             log.warning(
                 "ds_compress: rank %d: this replica trains on alone until it is back: %s",
@@ -273,7 +278,7 @@ class OuterTraffic(RuntimePart):
     def _is_reachable(self) -> bool:
         """Return whether the store can be reached again, without a wait for it; all ranks call it."""
         if self._probe is not None and self._probe.done() and self._probe.exception() is not None:
-            self._probe = _run(_reconnect)
+            self._probe = run_in_thread(reconnect, "ds_compress_probe")
         return _lowest(self._engine, int(self._probe is None or self._probe.done())) > 0
 
     def _masters(self) -> list[MasterWeight]:
@@ -311,10 +316,10 @@ class OuterTraffic(RuntimePart):
         assert self.anchor is not None
         is_first, self._is_new = self._is_new, False
         store, key = _get_default_store(), f"{self._store_key}/{next(self._joins)}"
-        new_worker = functools.partial(_Worker, PrefixStore(key, store), self._options)
+        new_worker = functools.partial(Worker, PrefixStore(key, store), self._options)
         own = [self._shapes, hashlib.blake2b(self.anchor.values.numpy().data, digest_size=16).hexdigest()]
         store.set(f"{key}/{dist.get_rank()}", json.dumps(own))
-        worker: _Worker | None = None
+        worker: Worker | None = None
         if dist.get_rank() == 0:
             everywhere = [json.loads(store.get(f"{key}/{rank}")) for rank in range(dist.get_world_size())]
             shapes, digests = zip(*everywhere)
@@ -368,157 +373,12 @@ class OuterTraffic(RuntimePart):
             self.anchor, self.base = anchor, None
             # the others began this round about `delay` steps ago, and would wait for a whole one of ours
             self._began = self._engine.global_steps - min(self._options.delay, self.every // 2)
-            _write(self._engine, self._masters(), anchor.values)
+            write_masters(self._engine, self._masters(), anchor.values)
         if dist.get_rank() == 0:
             weights = "the others' weights" if is_newcomer else "its own weights"
             place = f"{verdict['address']}, round {position.round}"
             print(f"ds_compress: replica {number} joins at {place}, with {weights}", flush=True)
         return is_newcomer
-
-
-class _Worker:
-    """A connection to the store, with the thread that uses it after a replica has joined."""
-
-    def __init__(self, launch_store: Any, options: Any, store: Any):
-        """
-        Args:
-            launch_store: of this launch alone; store: of all replicas.
-        """
-        self.store = WatchedStore(store)
-        self.rounds = Rounds(self.store, launch_store, dist.get_rank(), dist.get_world_size(), options)
-        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        thread = threading.Thread(target=_work, args=(self.rounds, self._tasks), daemon=True)
-        thread.name = "ds_compress_replicas"
-        thread.start()
-        weakref.finalize(self, _end, self.rounds, self._tasks, thread)
-
-    def run(self, task: Callable[[], ExchangeResult]) -> "Future[tuple[ExchangeResult, float]]":
-        future: Future[tuple[ExchangeResult, float]] = Future()
-        self._tasks.put((future, task))
-        return future
-
-    def close(self) -> None:
-        self._tasks.put(None)
-
-
-def _end(rounds: Rounds, tasks: "queue.SimpleQueue[Any]", thread: threading.Thread) -> None:
-    """Let the thread end before the interpreter does: inside the store it would abort the process."""
-    rounds.ended.set()
-    tasks.put(None)
-    thread.join(EXIT_S)
-
-
-def _work(rounds: Rounds, tasks: "queue.SimpleQueue[Any]") -> None:
-    pause = BEAT_S
-    while True:
-        try:
-            found = tasks.get(timeout=pause)
-        except queue.Empty:
-            try:
-                pause = rounds.idle() if rounds.number >= 0 else BEAT_S
-            except Exception:  # the next exchange raises it
-                pause = BEAT_S
-            continue
-        if found is None:
-            return
-        future, task = found
-        started = time.perf_counter()
-        try:
-            future.set_result((task(), time.perf_counter() - started))
-        except BaseException as error:
-            future.set_exception(error)
-        pause = 0.0
-
-
-def _reconnect() -> Any:
-    """Return a new connection to the store. Most often nothing listens, which torch would try for long."""
-    address = os.environ.get(STORE, "")
-    socket.create_connection(parse_address(address), CONNECT_S).close()
-    return connect(address)
-
-
-def _run(task: Callable[[], Any]) -> "Future[Any]":
-    """Run a task in a thread of its own."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(task())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="ds_compress_probe", daemon=True).start()
-    return future
-
-
-def check_outer(engine: Any) -> None:
-    """Refuse an engine whose replicas cannot be launched apart.
-
-    Raises:
-        CompressionError: names what is missing.
-    """
-    optimizer = engine.optimizer
-    is_partitioned = has_partitions(optimizer)
-    if engine.has_moe_layers:
-        raise CompressionError(f"{PLACE}.every: MoE layers are not allowed between launches; use every 1")
-    if not is_partitioned and any(
-        p.dtype != torch.float32 for p in engine.module.parameters() if p.requires_grad
-    ):
-        raise CompressionError(
-            f"{PLACE}.every: {type(optimizer).__name__} has no fp32 weights that are known here; use "
-            "bf16, or ZeRO 1"
-        )
-    if not is_partitioned and engine.is_data_parallel:
-        raise CompressionError(
-            f"{PLACE}.every: a launch with data-parallel ranks needs ZeRO 1, so that each has a part of the "
-            'weights; set "zero_optimization": {"stage": 1}'
-        )
-    if dist.get_rank() == 0:
-        parse_address(os.environ.get(STORE, ""))
-
-
-def find_masters(engine: Any, trained: list[Tensor]) -> list[MasterWeight]:
-    """Return the fp32 values of this rank's `trained` parameters, those that are compressed first."""
-    optimizer, module = engine.optimizer, engine.module
-    ranks = engine.grid.get_data_parallel_world_size()
-    tied = _tied_numbers(module)
-    numbers = {id(parameter): number for number, parameter in enumerate(module.parameters())} | tied
-
-    def master(parameter: Tensor, start: int, values: Tensor) -> MasterWeight:
-        # partitions cut tied copies in different places, so their groups would differ
-        is_cut = id(parameter) in tied and ranks > 1
-        if is_cut or not is_compressed(parameter, MIN_DELTA_NUMEL):
-            return MasterWeight(values, None)
-        rows = RowSpan.of(parameter[0].numel(), start, values.numel())
-        return MasterWeight(values, DeltaPart(numbers[id(parameter)], values.numel(), rows))
-
-    if has_partitions(optimizer):
-        own = engine.grid.get_data_parallel_id()
-        found = [master(*place) for place in partitioned_weights(optimizer, own, ranks)]
-    else:
-        found = [master(p, 0, p.detach().view(-1)) for p in trained]
-    return sorted(found, key=lambda each: each.part is None)
-
-
-def _tied_numbers(module: Any) -> dict[int, int]:
-    """Return a number for each tied parameter of this stage, by id; the same for all its copies."""
-    return {
-        id(weight): (TIED + 64 * key + position) % EXACT for key, position, weight in tied_weights(module)
-    }
-
-
-def _read(masters: list[MasterWeight]) -> Tensor:
-    """Return a copy of the values in host memory."""
-    return torch.cat(
-        [each.values.cpu() for each in masters] or [torch.empty(0, dtype=torch.float32, device="cpu")]
-    )
-
-
-def _write(engine: Any, masters: list[MasterWeight], values: Tensor) -> None:
-    with torch.no_grad():
-        for each, own in zip(masters, values.split([each.values.numel() for each in masters])):
-            each.values.copy_(own)
-        copy_weights_to_parameters(engine.optimizer)
 
 
 def _lowest(engine: Any, value: int) -> int:

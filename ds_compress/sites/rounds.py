@@ -33,8 +33,8 @@ from torch import Tensor
 
 from ds_compress.config.replicas import OuterOptions
 from ds_compress.errors import CompressionError, shown
-from ds_compress.replicas.board import CHUNK, WINDOW, Board, LaunchBoard, Position, Shipment, members_of
-from ds_compress.replicas.outer_step import Anchor, DeltaCodec
+from ds_compress.sites.board import CHUNK, WINDOW, Board, LaunchBoard, Position, Shipment, members_of
+from ds_compress.sites.outer_step import Anchor, DeltaCodec
 
 KEPT_ROUNDS = 3
 """Rounds for which packets stay in the store; a replica that is further behind needs an anchor."""

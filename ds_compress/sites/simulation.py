@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from ds_compress.config import KEY, Config
 from ds_compress.errors import CompressionError
 from ds_compress.message.layout import Counters
-from ds_compress.replicas.outer_step import MIN_DELTA_NUMEL, Anchor, DeltaCodec, DeltaPart
 from ds_compress.replicas.slices import RowSpan, is_compressed
+from ds_compress.sites.outer_step import MIN_DELTA_NUMEL, Anchor, DeltaCodec, DeltaPart
 
 
 class SimulatedRounds:

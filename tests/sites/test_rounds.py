@@ -15,11 +15,11 @@ from torch.distributed import HashStore, TCPStore
 
 from ds_compress.config.replicas import OuterOptions, ReplicasOptions, build_replica_codec
 from ds_compress.errors import CompressionError
-from ds_compress.replicas import rounds as rounds_module
-from ds_compress.replicas.board import PREFIX, Position, members_of
-from ds_compress.replicas.outer_step import Anchor, DeltaCodec, DeltaPart
-from ds_compress.replicas.rounds import Rounds
-from ds_compress.replicas.store import connect
+from ds_compress.sites import rounds as rounds_module
+from ds_compress.sites.board import PREFIX, Position, members_of
+from ds_compress.sites.outer_step import Anchor, DeltaCodec, DeltaPart
+from ds_compress.sites.rounds import Rounds
+from ds_compress.sites.store import connect
 from tests.support.network import disturb, eventually, flood
 
 SLOTS, NUMEL = 2, 20_000

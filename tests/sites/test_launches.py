@@ -17,9 +17,9 @@ import torch
 from torch.distributed import TCPStore
 
 from ds_compress.config.replicas import STORE
-from ds_compress.engine.outer import _work
 from ds_compress.errors import CompressionError
-from ds_compress.simulate import SimulatedRounds
+from ds_compress.sites import SimulatedRounds
+from ds_compress.sites.worker import _work
 from tests.replicas import test_gradients
 from tests.support.pipeline import (
     MICRO_BATCHES,
@@ -64,11 +64,11 @@ def train(launch, stages, config, steps, specs="wide", launches=2):
     data = data_of(launch, engine)
     session = engine.ds_compress
     # all take their seats before the first round begins
-    session.outer.begin_step(None)
+    session.replicas.begin_step(None)
     wait_for_seats(launches * torch.distributed.get_world_size())
     losses = [engine.train_batch(data).item() for _ in range(steps)]
-    session.outer.collect()
-    outer = session.outer
+    session.replicas.collect()
+    outer = session.replicas
     anchor = torch.cat(outer.anchor).numpy().tobytes()
     return {
         "losses": losses,
@@ -143,7 +143,7 @@ def test_a_replica_may_have_data_parallel_ranks_with_partitions(store):
 def round_seconds(launch):
     """The duration of a round as its thread has measured it, and as the monitor has it after later steps."""
     engine = build(1, ds_config(block(every=3, delay=3)), wide_layers())
-    data, outer = data_of(launch, engine), engine.ds_compress.outer
+    data, outer = data_of(launch, engine), engine.ds_compress.replicas
     for _ in range(3):
         engine.train_batch(data)
     _, measured = outer._pending.result(300)
@@ -164,10 +164,11 @@ def test_a_process_that_ends_in_a_round_ends_in_order(store):
 import torch
 from types import SimpleNamespace
 from torch.distributed import TCPStore
-from ds_compress.engine import outer
+from ds_compress.sites.store import connect
+from ds_compress.sites.worker import Worker
 torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
 options, own = SimpleNamespace(grace_s=300.0), torch.distributed.HashStore()
-worker = outer._Worker(own, options, outer.connect("127.0.0.1:PORT"))
+worker = Worker(own, options, connect("127.0.0.1:PORT"))
 def task():
     try:
         worker.rounds._wait(lambda: worker.rounds._board.outcome(99), "what never comes")
@@ -197,7 +198,7 @@ def train_until_told(launch, stages, config):
     rank = torch.distributed.get_rank()
     is_again = client.add(f"test/runs/{launch}/{rank}", 1) > 1
     engine = build(stages, config, wide_layers())
-    data, outer, seen = data_of(launch, engine), engine.ds_compress.outer, []  # members, since it is back
+    data, outer, seen = data_of(launch, engine), engine.ds_compress.replicas, []  # members, since it is back
     anchors, goes_on = {}, torch.ones(1)
     while goes_on:
         engine.train_batch(data)
@@ -235,7 +236,7 @@ def join_late(launch, config):
     if launch:
         client.wait(["test/begun"])
     engine = build(1, config, wide_layers())
-    data, outer = data_of(launch, engine), engine.ds_compress.outer
+    data, outer = data_of(launch, engine), engine.ds_compress.replicas
     while not (outer._exchanges if launch else client.check(["test/end"])):
         engine.train_batch(data)
         if not launch and outer._exchanges > 1:
@@ -287,7 +288,7 @@ def save_or_resume(launch, folder, config, resumes):
         engine.load_checkpoint(f"{folder}/{launch}")
         for _ in range(5 * MICRO_BATCHES):
             next(data)
-    engine.ds_compress.outer.begin_step(None)
+    engine.ds_compress.replicas.begin_step(None)
     wait_for_seats(2)
     digests = []
     for step in range(6 if resumes else 11):
@@ -321,7 +322,7 @@ def test_a_store_that_is_lost_between_rounds_leaves_a_thread_that_says_it():
             raise RuntimeError("the store is gone")
 
     rounds, tasks, future = Lost(), queue.SimpleQueue(), Future()
-    with mock.patch("ds_compress.engine.outer.BEAT_S", 0.001):
+    with mock.patch("ds_compress.sites.worker.BEAT_S", 0.001):
         thread = threading.Thread(target=_work, args=(rounds, tasks), daemon=True)
         thread.start()
         while rounds.tries < 2:
@@ -337,16 +338,16 @@ def freeze(launch, config, then):
     engine = build(1, config, wide_layers())
     data, parameters = data_of(launch, engine), list(engine.module.parameters())
     if then == "unfreeze":  # as if it had been frozen in deepspeed.initialize
-        del engine.ds_compress.outer._trained[0]
-        return refusal(engine.ds_compress.outer._check_trained)
-    engine.ds_compress.outer.begin_step(None)
+        del engine.ds_compress.replicas._trained[0]
+        return refusal(engine.ds_compress.replicas._check_trained)
+    engine.ds_compress.replicas.begin_step(None)
     wait_for_seats(2)
     for step in range(9):
         if step == 4 and launch == 0:
             parameters[0].requires_grad = False
         engine.train_batch(data)
-    engine.ds_compress.outer.collect()
-    return engine.ds_compress.outer._members, digest(engine)
+    engine.ds_compress.replicas.collect()
+    return engine.ds_compress.replicas._members, digest(engine)
 
 
 def test_a_parameter_that_is_frozen_later_stays_in_the_exchange(store):
@@ -365,7 +366,7 @@ def alone(launch, config, harm):
     """Lose the store in the middle of training; another one, with what `harm` says, takes its place."""
     lines = log_lines()
     engine = build(1, config, wide_layers())
-    data, outer = data_of(launch, engine), engine.ds_compress.outer
+    data, outer = data_of(launch, engine), engine.ds_compress.replicas
     for _ in range(3):
         engine.train_batch(data)
     outer.collect()
@@ -412,7 +413,7 @@ def test_a_running_site_outlives_a_connection_that_is_refused_at_once(store):
 def silent(launch, config):
     """Train while the store does not answer; return the losses, and the rounds after it answers again."""
     engine = build(1, config, wide_layers())
-    data, outer = data_of(launch, engine), engine.ds_compress.outer
+    data, outer = data_of(launch, engine), engine.ds_compress.replicas
     outer.begin_step(None)
     answers, check = threading.Event(), outer._worker.store._store.check
 
@@ -423,7 +424,7 @@ def silent(launch, config):
     outer._worker.store._store = SimpleNamespace(
         check=late, get=outer._worker.store._store.get, **dict.fromkeys(("set", "add", "append"))
     )
-    with mock.patch("ds_compress.engine.outer.ANSWER_S", 0.1):
+    with mock.patch("ds_compress.sites.traffic.ANSWER_S", 0.1):
         for _ in range(8):
             engine.train_batch(data)
     return outer._is_late, outer.sent.messages

@@ -6,8 +6,8 @@ import torch
 from ds_compress.config.replicas import OuterOptions, ReplicasOptions, build_replica_codec
 from ds_compress.errors import CompressionError
 from ds_compress.feedback.state import residuals
-from ds_compress.replicas.outer_step import Anchor, DeltaCodec, DeltaPart
 from ds_compress.replicas.slices import GRADIENT
+from ds_compress.sites.outer_step import Anchor, DeltaCodec, DeltaPart
 
 PARTS, EXACT = [DeltaPart(0, 20_000), DeltaPart(3, 16_384)], 77
 VALUES = {"name": "quantize", "bits": 3, "group_size": 64}

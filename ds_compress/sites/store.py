@@ -1,14 +1,16 @@
 """The store at which replicas that are launched apart meet: torch's TCPStore, on a port that all reach."""
 
 import contextlib
+import functools
 import os
 import socket
 import threading
 import time
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 from torch.distributed import TCPStore
@@ -21,6 +23,8 @@ from ds_compress.version import __version__
 PLACE = f"{KEY}.replicas"
 CONNECT_S = 30.0
 """Seconds in which a store answers."""
+
+Found = TypeVar("Found")
 
 
 class WatchedStore:
@@ -59,23 +63,37 @@ def connect(address: str, origin: str = f"{PLACE}.every: {STORE}", seconds: floa
         RuntimeError: no store answers there.
     """
     host, port = parse_address(address, origin)
-    found: Future[TCPStore] = Future()
-
-    def run() -> None:  # it would wait for ever for a port that accepts connections and says nothing
-        timeout = timedelta(seconds=seconds)
-        try:
-            found.set_result(TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout))
-        except BaseException as error:
-            found.set_exception(error)
-
-    thread = threading.Thread(target=run, name="ds_compress_connect", daemon=True)
-    thread.start()
+    # without a thread it would wait for ever for a port that accepts connections and says nothing
+    join = functools.partial(TCPStore, is_master=False, wait_for_workers=False, timeout=timedelta(0, seconds))
+    found = run_in_thread(lambda: join(host, port), "ds_compress_connect")
     try:
         return found.result(2 * seconds)
     except FutureTimeout:
         _end_connections(host, port)
-        thread.join(seconds)  # a thread that is in torch when the interpreter ends may abort the process
+        wait([found], seconds)  # a thread that is in torch when the interpreter ends may abort the process
         raise RuntimeError("what listens there does not answer; is it `ds-compress replica-store`?") from None
+
+
+def run_in_thread(task: Callable[[], Found], name: str) -> Future[Found]:
+    """Run a task in a thread of its own."""
+    future: Future[Found] = Future()
+    threading.Thread(target=settle, args=(future, task), name=name, daemon=True).start()
+    return future
+
+
+def settle(future: Future[Found], task: Callable[[], Found]) -> None:
+    """Let a future have the result of a task, or its error."""
+    try:
+        future.set_result(task())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def reconnect() -> Any:
+    """Return a new connection to the store. Most often nothing listens, which torch would try for long."""
+    address = os.environ.get(STORE, "")
+    socket.create_connection(parse_address(address), CONNECT_S).close()
+    return connect(address)
 
 
 def _end_connections(host: str, port: int) -> None:

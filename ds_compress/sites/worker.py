@@ -1,0 +1,72 @@
+"""A connection to the store, and the thread that uses it while training goes on."""
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from torch import distributed as dist
+
+from ds_compress.sites.rounds import BEAT_S, ExchangeResult, Rounds
+from ds_compress.sites.store import WatchedStore, settle
+
+EXIT_S = 5.0
+"""Seconds in which a thread answers that is in no call of the store."""
+
+
+class Worker:
+    """A connection to the store, with the thread that uses it after a replica has joined."""
+
+    def __init__(self, launch_store: Any, options: Any, store: Any):
+        """
+        Args:
+            launch_store: of this launch alone; store: of all replicas.
+        """
+        self.store = WatchedStore(store)
+        self.rounds = Rounds(self.store, launch_store, dist.get_rank(), dist.get_world_size(), options)
+        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        thread = threading.Thread(target=_work, args=(self.rounds, self._tasks), daemon=True)
+        thread.name = "ds_compress_replicas"
+        thread.start()
+        weakref.finalize(self, _end, self.rounds, self._tasks, thread)
+
+    def run(self, task: Callable[[], ExchangeResult]) -> "Future[tuple[ExchangeResult, float]]":
+        """Run a task in the thread; its result comes with its duration in seconds."""
+
+        def timed() -> tuple[ExchangeResult, float]:
+            started = time.perf_counter()
+            return task(), time.perf_counter() - started
+
+        future: Future[tuple[ExchangeResult, float]] = Future()
+        self._tasks.put((future, timed))
+        return future
+
+    def close(self) -> None:
+        self._tasks.put(None)
+
+
+def _end(rounds: Rounds, tasks: "queue.SimpleQueue[Any]", thread: threading.Thread) -> None:
+    """Let the thread end before the interpreter does: inside the store it would abort the process."""
+    rounds.ended.set()
+    tasks.put(None)
+    thread.join(EXIT_S)
+
+
+def _work(rounds: Rounds, tasks: "queue.SimpleQueue[Any]") -> None:
+    pause = BEAT_S
+    while True:
+        try:
+            found = tasks.get(timeout=pause)
+        except queue.Empty:
+            try:
+                pause = rounds.idle() if rounds.number >= 0 else BEAT_S
+            except Exception:  # the next exchange raises it
+                pause = BEAT_S
+            continue
+        if found is None:
+            return
+        settle(*found)
+        pause = 0.0
