@@ -30,6 +30,8 @@ class Engine(Trainer, Protocol):
     """What the parts use of DeepSpeed's engine."""
 
     module: Any
+    optimizer: Any
+    grid: Any
     monitor: Any
     pipe_buffers: dict[str, list[Any]]
     device: torch.device

@@ -1,21 +1,19 @@
 """Master weights of a rank: what its optimizer steps on, in fp32.
 
-These are parameters, or the partition of a DeepSpeed optimizer.
+These are parameters, or the partition of a DeepSpeed optimizer; those that are compressed come first.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ds_compress.engine.deepspeed import (
-    copy_weights_to_parameters,
-    has_partitions,
-    partitioned_weights,
-    tied_weights,
-)
+from ds_compress.codec import Codec
+from ds_compress.engine.deepspeed import has_partitions, partitioned_weights, tied_weights
+from ds_compress.message.part import Engine
 from ds_compress.replicas.slices import RowSpan, is_compressed
-from ds_compress.sites.outer_step import EXACT, MIN_DELTA_NUMEL, DeltaPart
+from ds_compress.sites.outer_step import EXACT, MIN_DELTA_NUMEL, DeltaCodec, DeltaPart
 
 TIED = 2**15
 """Numbers of parts of tied parameters begin here; they are equal on all stages."""
@@ -24,31 +22,34 @@ TIED = 2**15
 class MasterWeight(NamedTuple):
     """Where the fp32 values of a parameter lie."""
 
-    values: Tensor  # 1-D view
+    values: Tensor  # a view
     part: DeltaPart | None  # None: it stays exact
 
 
-def find_masters(engine: Any, trained: list[Tensor]) -> list[MasterWeight]:
-    """Return the fp32 values of this rank's `trained` parameters, those that are compressed first."""
-    optimizer, module = engine.optimizer, engine.module
-    ranks = engine.grid.get_data_parallel_world_size()
+def find_masters(engine: Engine, trained: Sequence[Tensor]) -> list[MasterWeight]:
+    """Return the fp32 values of this rank's `trained` parameters."""
+    optimizer, module, ranks = engine.optimizer, engine.module, engine.grid.get_data_parallel_world_size()
     tied = _tied_numbers(module)
     numbers = {id(parameter): number for number, parameter in enumerate(module.parameters())} | tied
-
-    def master(parameter: Tensor, start: int, values: Tensor) -> MasterWeight:
-        # partitions cut tied copies in different places, so their groups would differ
-        is_cut = id(parameter) in tied and ranks > 1
-        if is_cut or not is_compressed(parameter, MIN_DELTA_NUMEL):
-            return MasterWeight(values, None)
-        rows = RowSpan.of(parameter[0].numel(), start, values.numel())
-        return MasterWeight(values, DeltaPart(numbers[id(parameter)], values.numel(), rows))
-
     if has_partitions(optimizer):
-        own = engine.grid.get_data_parallel_id()
-        found = [master(*place) for place in partitioned_weights(optimizer, own, ranks)]
+        places = partitioned_weights(optimizer, engine.grid.get_data_parallel_id(), ranks)
     else:
-        found = [master(p, 0, p.detach().view(-1)) for p in trained]
+        places = ((p, 0, p.detach().view(-1)) for p in trained)
+    # partitions cut tied copies in different places, so their groups would differ
+    cut = tied if ranks > 1 else {}
+    found = [
+        MasterWeight(values, None) if id(p) in cut else master_weight(p, numbers[id(p)], values, start)
+        for p, start, values in places
+    ]
     return sorted(found, key=lambda each: each.part is None)
+
+
+def master_weight(parameter: Tensor, number: int, values: Tensor, start: int = 0) -> MasterWeight:
+    """Return the master weight of a parameter, whose `values` of this rank begin at `start`."""
+    if not is_compressed(parameter, MIN_DELTA_NUMEL):
+        return MasterWeight(values, None)
+    rows = RowSpan.of(parameter[0].numel(), start, values.numel())
+    return MasterWeight(values, DeltaPart(number, values.numel(), rows))
 
 
 def _tied_numbers(module: Any) -> dict[int, int]:
@@ -58,15 +59,19 @@ def _tied_numbers(module: Any) -> dict[int, int]:
     }
 
 
-def read_masters(masters: list[MasterWeight]) -> Tensor:
-    """Return a copy of the values in host memory."""
-    return torch.cat(
-        [each.values.cpu() for each in masters] or [torch.empty(0, dtype=torch.float32, device="cpu")]
-    )
+def build_delta_codec(codec: Codec, masters: Sequence[MasterWeight], seed: int) -> DeltaCodec:
+    """Return what encodes deltas of `masters`; see `DeltaCodec`."""
+    parts = [each.part for each in masters if each.part is not None]
+    return DeltaCodec(codec, parts, sum(each.values.numel() for each in masters if each.part is None), seed)
 
 
-def write_masters(engine: Any, masters: list[MasterWeight], values: Tensor) -> None:
-    with torch.no_grad():
-        for each, own in zip(masters, values.split([each.values.numel() for each in masters])):
-            each.values.copy_(own)
-        copy_weights_to_parameters(engine.optimizer)
+def read_masters(masters: Sequence[MasterWeight]) -> Tensor:
+    """Return a copy of the values, 1-D, in host memory."""
+    found = [each.values.reshape(-1).cpu() for each in masters]
+    return torch.cat(found or [torch.empty(0, dtype=torch.float32, device="cpu")])
+
+
+def write_masters(masters: Sequence[MasterWeight], values: Tensor) -> None:
+    """Let master weights have `values`, as `read_masters` returns them."""
+    for each, own in zip(masters, values.split([each.values.numel() for each in masters])):
+        each.values.copy_(own.view_as(each.values))

@@ -11,6 +11,7 @@ the old anchor, so that its next delta contains this one. Sources: DiLoCo (arXiv
 forms (2501.18512, 2502.12996), and SparseLoCo (2508.15706) for TopK with error feedback.
 """
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -66,6 +67,8 @@ class DeltaCodec:
         """
         self.codec = codec
         self.numel = sum(part.numel for part in parts) + exact
+        self.digest = hashlib.blake2b(repr(([*parts], exact)).encode(), digest_size=8).hexdigest()
+        """Of the parts: replicas whose models differ have different ones."""
         shared = seed, True, NO_STAGE
         compressed = SliceCodec(codec, *shared, content="delta")
         plain = SliceCodec(build("none", ""), *shared, content="delta")

@@ -9,8 +9,15 @@ from torch import Tensor, nn
 from ds_compress.config import KEY, Config
 from ds_compress.errors import CompressionError
 from ds_compress.message.layout import Counters
-from ds_compress.replicas.slices import RowSpan, is_compressed
-from ds_compress.sites.outer_step import MIN_DELTA_NUMEL, Anchor, DeltaCodec, DeltaPart
+from ds_compress.replicas.slices import is_compressed
+from ds_compress.sites.masters import (
+    MasterWeight,
+    build_delta_codec,
+    master_weight,
+    read_masters,
+    write_masters,
+)
+from ds_compress.sites.outer_step import MIN_DELTA_NUMEL, Anchor
 
 
 class SimulatedRounds:
@@ -40,27 +47,15 @@ class SimulatedRounds:
             raise CompressionError(f'{KEY}.replicas: SimulatedRounds needs "every" above 1, or "outer"')
         config.prepare()
         self._options, self._every = config.outer, config.block.replicas.every
-        trained = ((p for p in model.parameters() if p.requires_grad) for model in models)
-        self._parameters = [sorted(own, key=_is_large, reverse=True) for own in trained]
-        for number, parameter in enumerate(self._parameters[0]):
-            if parameter.dtype != torch.float32:
-                raise CompressionError(
-                    f"simulate: parameter {number} is {parameter.dtype}; only float32 has outer steps"
-                )
-        large = [
-            DeltaPart(n, p.numel(), RowSpan.of(p[0].numel(), 0, p.numel()))
-            for n, p in enumerate(self._parameters[0])
-            if _is_large(p)
-        ]
-        exact = sum(p.numel() for p in self._parameters[0] if not _is_large(p))
-        shared = config.outer_codec, large, exact, config.block.seed
-        self.codecs = [DeltaCodec(*shared) for _ in models]
+        self._masters = [_masters(model) for model in models]
+        seed = config.block.seed
+        self.codecs = [build_delta_codec(config.outer_codec, masters, seed) for masters in self._masters]
         """One per replica, with its residuals."""
-        first = _flatten(self._parameters[0])
+        first = read_masters(self._masters[0])
         self.anchor = Anchor(first, torch.zeros_like(first))
         self._bases: list[Tensor] | None = None  # of the round that is not applied yet
-        for parameters in self._parameters:
-            _set(parameters, first)
+        for masters in self._masters:
+            write_masters(masters, first)
         self.steps = 0
         self.sent = Counters()
         """Counters of the first replica. Raw bytes are those of an fp32 all-reduce in each step."""
@@ -73,37 +68,38 @@ class SimulatedRounds:
             self._apply()
         if since < self._every:
             return
-        with torch.no_grad():
-            number = self.steps // self._every
-            old, count = self.anchor.values, len(self._parameters)
-            self._bases = [_flatten(parameters) for parameters in self._parameters]
-            total = torch.zeros_like(old)
-            for sender, (codec, weights) in enumerate(zip(self.codecs, self._bases)):
-                packet = codec.encode(old - weights, number, sender)
-                total += codec.decode(packet, number, sender)
-            self.anchor = self.anchor.step(total / count, self._options)
-            self.sent.messages += 1
-            self.sent.raw_bytes += 2 * (count - 1) * old.nbytes * self._every // count
-            self.sent.wire_bytes += self.codecs[0].nbytes
-            if not self._options.delay:
-                self._apply()
+        number = self.steps // self._every
+        old, count = self.anchor.values, len(self._masters)
+        self._bases = [*map(read_masters, self._masters)]
+        total = torch.zeros_like(old)
+        for sender, (codec, weights) in enumerate(zip(self.codecs, self._bases)):
+            packet = codec.encode(old - weights, number, sender)
+            total += codec.decode(packet, number, sender)
+        self.anchor = self.anchor.step(total / count, self._options)
+        self.sent.messages += 1
+        self.sent.raw_bytes += 2 * (count - 1) * old.nbytes * self._every // count
+        self.sent.wire_bytes += self.codecs[0].nbytes
+        if not self._options.delay:
+            self._apply()
 
     def _apply(self) -> None:
         """Give all replicas the anchor, and what they have learned since they sent their deltas."""
-        for parameters, base in zip(self._parameters, self._bases or ()):
-            _set(parameters, self.anchor.values + (_flatten(parameters) - base))
+        for masters, base in zip(self._masters, self._bases or ()):
+            write_masters(masters, self.anchor.values + (read_masters(masters) - base))
         self._bases = None
 
 
-def _is_large(parameter: Tensor) -> bool:
-    return is_compressed(parameter, MIN_DELTA_NUMEL)
+def _masters(model: nn.Module) -> list[MasterWeight]:
+    """Return the trained parameters, those that are compressed first.
 
-
-def _flatten(parameters: Sequence[Tensor]) -> Tensor:
-    return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
-
-
-def _set(parameters: Sequence[Tensor], values: Tensor) -> None:
-    with torch.no_grad():
-        for parameter, own in zip(parameters, values.split([p.numel() for p in parameters])):
-            parameter.copy_(own.view_as(parameter))
+    Raises:
+        CompressionError: one is not fp32.
+    """
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    found = sorted(trained, key=lambda parameter: not is_compressed(parameter, MIN_DELTA_NUMEL))
+    for number, parameter in enumerate(found):
+        if parameter.dtype != torch.float32:
+            raise CompressionError(
+                f"simulate: parameter {number} is {parameter.dtype}; only float32 has outer steps"
+            )
+    return [master_weight(parameter, number, parameter.detach()) for number, parameter in enumerate(found)]

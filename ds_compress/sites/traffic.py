@@ -6,7 +6,6 @@ Training waits for other replicas, but not for a store without an answer.
 """
 
 import functools
-import hashlib
 import itertools
 import json
 import logging
@@ -23,17 +22,18 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_compress.config import Config
 from ds_compress.config.replicas import STORE
-from ds_compress.engine.deepspeed import has_partitions
+from ds_compress.engine.deepspeed import copy_weights_to_parameters, has_partitions
 from ds_compress.errors import CompressionError, in_one_line
 from ds_compress.feedback.state import residuals
 from ds_compress.message.layout import Counters
-from ds_compress.message.part import RuntimePart, Step
+from ds_compress.message.part import Engine, RuntimePart, Step
 from ds_compress.replicas.slices import GRADIENT
 from ds_compress.sites.board import Position
-from ds_compress.sites.masters import MasterWeight, find_masters, read_masters, write_masters
-from ds_compress.sites.outer_step import Anchor, DeltaCodec
+from ds_compress.sites.join import Join, say
+from ds_compress.sites.masters import build_delta_codec, find_masters, read_masters, write_masters
+from ds_compress.sites.outer_step import Anchor
 from ds_compress.sites.rounds import ExchangeResult, patience
-from ds_compress.sites.store import PLACE, connect, parse_address, reconnect, run_in_thread, shared_settings
+from ds_compress.sites.store import PLACE, parse_address, reconnect, run_in_thread, shared_settings
 from ds_compress.sites.worker import Worker
 
 ANSWER_S = 5.0
@@ -86,16 +86,13 @@ class OuterTraffic(RuntimePart):
             config: of an engine that `check` accepts.
         """
         assert config.outer is not None and config.outer_codec is not None
-        self._engine = engine
+        self._device = engine.device
         self._options, self._shared = config.outer, shared_settings(config)
         assert config.block.replicas is not None
         self.every = config.block.replicas.every
         self._trained = [p for p in engine.module.parameters() if p.requires_grad]
-        masters = self._masters()
-        parts = [each.part for each in masters if each.part is not None]
-        exact = sum(each.values.numel() for each in masters if each.part is None)
-        self.codec = DeltaCodec(config.outer_codec, parts, exact, config.block.seed)
-        self._shapes = hashlib.blake2b(repr((parts, exact)).encode(), digest_size=8).hexdigest()
+        masters = find_masters(engine, self._trained)
+        self.codec = build_delta_codec(config.outer_codec, masters, config.block.seed)
         self._itemsize = engine.communication_data_type.itemsize
         self._store_key = f"ds_compress/outer/{next(_engines)}"
         self._joins = itertools.count()
@@ -141,32 +138,34 @@ class OuterTraffic(RuntimePart):
         Raises:
             CompressionError: they have other settings, or the store cannot be reached.
         """
+        engine = step.engine
         if self.anchor is None:
-            values = read_masters(self._masters())
+            values = self._read(engine)
             self.anchor = Anchor(values, torch.zeros_like(values))
         if self._began is None:
-            self._began = self._engine.global_steps
+            self._began = engine.global_steps
         if self._is_new:
-            self._join()
+            self._join(engine)
 
     def end_step(self, step: Step) -> None:
         """Every `every` steps start an exchange; apply its result `delay` steps later."""
+        engine = step.engine
         assert self._began is not None
         if self._is_late or step.number - self._began in (self._options.delay, self.every):
             self.collect()
-            self._apply()
+            self._apply(engine)
         if step.number - self._began < self.every:
             return
         self._began = step.number
         if self._is_late:
             return
-        self._check_trained()
-        has_just_come = self._worker is None and self._is_reachable() and self._join()
+        self._check_trained(engine)
+        has_just_come = self._worker is None and self._is_reachable() and self._join(engine)
         if self._worker is not None and not has_just_come:
-            self._start()
+            self._start(engine)
             if not self._options.delay:
                 self.collect()
-                self._apply()
+                self._apply(engine)
 
     def collect(self, is_last: bool = False) -> None:
         """Wait for the result of the exchange in progress, if there is one; all ranks get it, or none.
@@ -179,7 +178,7 @@ class OuterTraffic(RuntimePart):
         if self._pending is None:
             return
         state, failure = self._await_result()
-        everywhere = _lowest(self._engine, state)
+        everywhere = self._lowest(state)
         self._is_late = everywhere == LATE and not is_last
         if self._is_late:
             return
@@ -213,7 +212,7 @@ class OuterTraffic(RuntimePart):
     @property
     def settings(self) -> dict[str, Any]:
         """All that has to be the same for the state of a checkpoint to go on."""
-        return {"codec": self.codec.codec.settings, "every": self.every, "parameters": self._shapes}
+        return {"codec": self.codec.codec.settings, "every": self.every, "parameters": self.codec.digest}
 
     def saved(self) -> dict[int, dict[str, Tensor]]:
         """Return the state for a checkpoint: residuals by number of the slice, and under `STATE` the rest."""
@@ -244,24 +243,31 @@ class OuterTraffic(RuntimePart):
             self._worker.close()
         self._worker = None
 
-    def _start(self) -> None:
+    def _start(self, engine: Engine) -> None:
         """Send what was learned, in the background."""
         assert self._worker is not None and self.anchor is not None and self.position is not None
         self._exchanges += 1
         self._residuals = self.codec.residuals()
-        sent = read_masters(self._masters())
+        sent = self._read(engine)
         task = functools.partial(
             self._worker.rounds.exchange_delta, self._exchanges, self.anchor, self.position, sent, self.codec
         )
         self._pending = self._worker.run(task)
 
-    def _apply(self) -> None:
+    def _apply(self, engine: Engine) -> None:
         """Give the weights the result of the last exchange, and keep what was learned since."""
         base, self.base = self.base, None
-        if base is None or self.anchor is None:
-            return
-        masters = self._masters()
-        write_masters(self._engine, masters, self.anchor.values + (read_masters(masters) - base))
+        if base is not None and self.anchor is not None:
+            self._write(engine, self.anchor.values + (self._read(engine) - base))
+
+    def _read(self, engine: Engine) -> Tensor:
+        """Return a copy of the master weights, fp32, 1-D, in host memory."""
+        return read_masters(find_masters(engine, self._trained))
+
+    def _write(self, engine: Engine, values: Tensor) -> None:
+        """Let master weights, and the parameters, have `values`."""
+        write_masters(find_masters(engine, self._trained), values)
+        copy_weights_to_parameters(engine.optimizer)
 
     def _leave(self, failure: str) -> None:
         """Leave the other replicas until the next exchange, and log why."""
@@ -279,32 +285,29 @@ class OuterTraffic(RuntimePart):
         """Return whether the store can be reached again, without a wait for it; all ranks call it."""
         if self._probe is not None and self._probe.done() and self._probe.exception() is not None:
             self._probe = run_in_thread(reconnect, "ds_compress_probe")
-        return _lowest(self._engine, int(self._probe is None or self._probe.done())) > 0
+        return self._lowest(int(self._probe is None or self._probe.done())) > 0
 
-    def _masters(self) -> list[MasterWeight]:
-        return find_masters(self._engine, self._trained)
-
-    def _check_trained(self) -> None:
+    def _check_trained(self, engine: Engine) -> None:
         """
         Raises:
             CompressionError: on every rank, if parameters are trained now that were frozen at first.
         """
-        known, optimizer = set(map(id, self._trained)), self._engine.optimizer
+        known, optimizer = set(map(id, self._trained)), engine.optimizer
         stepped = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
         thawed = [
             name
-            for name, p in self._engine.module.named_parameters()
+            for name, p in engine.module.named_parameters()
             if p.requires_grad and id(p) in stepped and id(p) not in known
         ]
-        if _lowest(self._engine, int(not thawed)) == 0:
+        if self._lowest(int(not thawed)) == 0:
             which = f"{thawed[0]!r} is" if thawed else "parameters of another rank are"
             raise CompressionError(
                 f"{PLACE}.every: {which} trained now, but not when deepspeed.initialize was called, so other "
                 "replicas would never get it; unfreeze before that, in all launches; you may freeze later"
             )
 
-    def _join(self) -> bool:
-        """Join the other replicas; a newcomer takes the anchor of another one.
+    def _join(self, engine: Engine) -> bool:
+        """Join the other replicas.
 
         Returns:
             Whether it is a newcomer, whose weights are those of the others now: there is nothing to send.
@@ -315,74 +318,40 @@ class OuterTraffic(RuntimePart):
         """
         assert self.anchor is not None
         is_first, self._is_new = self._is_new, False
-        store, key = _get_default_store(), f"{self._store_key}/{next(self._joins)}"
-        new_worker = functools.partial(Worker, PrefixStore(key, store), self._options)
-        own = [self._shapes, hashlib.blake2b(self.anchor.values.numpy().data, digest_size=16).hexdigest()]
-        store.set(f"{key}/{dist.get_rank()}", json.dumps(own))
-        worker: Worker | None = None
+        launch = PrefixStore(f"{self._store_key}/{next(self._joins)}", _get_default_store())
+        join = Join(launch, self._options)
+        join.say_own(self.codec.digest, self.anchor)
         if dist.get_rank() == 0:
-            everywhere = [json.loads(store.get(f"{key}/{rank}")) for rank in range(dist.get_world_size())]
-            shapes, digests = zip(*everywhere)
-            digest = hashlib.blake2b(repr(digests).encode(), digest_size=16).hexdigest()
-            position = self.position or Position(0, digest)
-            verdict: dict[str, Any] = {"address": os.environ.get(STORE, ""), "own": position}
-            try:
-                probe, self._probe = self._probe, None
-                worker = new_worker(probe.result() if probe else connect(verdict["address"]))
-                launch = {
-                    "ranks of a launch": len(shapes),
-                    "shapes of the parameters of all ranks": [*shapes],
-                }
-                verdict["membership"] = worker.rounds.join({**self._shared, **launch}, position)
-            except CompressionError as error:
-                verdict["refused"] = str(error)
-            except (OSError, RuntimeError) as error:
-                verdict["lost"] = f"{STORE}={verdict['address']}: {in_one_line(error)}"
-            store.set(f"{key}/verdict", json.dumps(verdict))
-        verdict = json.loads(store.get(f"{key}/verdict"))
-        failure = verdict.get("refused") or verdict.get("lost", "")
+            probe, self._probe = self._probe, None
+            join.ask(self._shared, self.position, probe)
+        verdict = join.hear()
+        self.position, failure = verdict["own"], verdict.get("refused") or verdict.get("lost", "")
         if failure and is_first:
             raise CompressionError(failure if "refused" in verdict else f"{PLACE}.every: {failure}")
-        anchor: Anchor | None = self.anchor
-        number, head, is_newcomer = verdict.get("membership", (0, verdict["own"], False))
-        position, self.position = Position(*head), Position(*verdict["own"])
+        anchor = None
         if not failure:
             try:
-                worker = worker or new_worker(connect(verdict["address"]))
-                worker.rounds.number = number
-                if is_newcomer:
-                    if dist.get_rank() == 0:
-                        limit = f"at most {patience(self._options):g} s without progress"
-                        print(
-                            f"ds_compress: replica {number} waits for the weights of another, {limit}",
-                            flush=True,
-                        )
-                    anchor, position = worker.rounds.catch_up(self.codec.numel, self.position.digest)
-                worker.rounds.take_part(anchor or self.anchor, position)
+                anchor, position = join.enter(verdict, self.anchor)
             except (CompressionError, RuntimeError) as error:
                 failure = in_one_line(error)
-        self._worker = worker
-        if _lowest(self._engine, int(not failure)) == 0:
+        self._worker = join.worker
+        if self._lowest(int(not failure)) == 0:
             self._leave(failure if dist.get_rank() == 0 or "membership" in verdict else "")
             return False
         self.position = position
-        is_newcomer = is_newcomer and anchor is not None
-        if is_newcomer:
-            assert anchor is not None
+        if anchor is not None:
             self.codec.restore({})
             self.anchor, self.base = anchor, None
             # the others began this round about `delay` steps ago, and would wait for a whole one of ours
-            self._began = self._engine.global_steps - min(self._options.delay, self.every // 2)
-            write_masters(self._engine, self._masters(), anchor.values)
-        if dist.get_rank() == 0:
-            weights = "the others' weights" if is_newcomer else "its own weights"
-            place = f"{verdict['address']}, round {position.round}"
-            print(f"ds_compress: replica {number} joins at {place}, with {weights}", flush=True)
-        return is_newcomer
+            self._began = engine.global_steps - min(self._options.delay, self.every // 2)
+            self._write(engine, anchor.values)
+        place = f"{verdict['address']}, round {position.round}"
+        weights = "its own weights" if anchor is None else "the others' weights"
+        say(f"replica {verdict['membership'][0]} joins at {place}, with {weights}")
+        return anchor is not None
 
-
-def _lowest(engine: Any, value: int) -> int:
-    """Return the lowest `value` of all ranks of the launch; each calls it."""
-    everywhere = torch.tensor(value, dtype=torch.int32, device=engine.device)
-    dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
-    return int(everywhere)
+    def _lowest(self, value: int) -> int:
+        """Return the lowest `value` of all ranks of the launch; each calls it."""
+        everywhere = torch.tensor(value, dtype=torch.int32, device=self._device)
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+        return int(everywhere)

@@ -64,7 +64,7 @@ def train(launch, stages, config, steps, specs="wide", launches=2):
     data = data_of(launch, engine)
     session = engine.ds_compress
     # all take their seats before the first round begins
-    session.replicas.begin_step(None)
+    session.begin_step()
     wait_for_seats(launches * torch.distributed.get_world_size())
     losses = [engine.train_batch(data).item() for _ in range(steps)]
     session.replicas.collect()
@@ -288,7 +288,7 @@ def save_or_resume(launch, folder, config, resumes):
         engine.load_checkpoint(f"{folder}/{launch}")
         for _ in range(5 * MICRO_BATCHES):
             next(data)
-    engine.ds_compress.replicas.begin_step(None)
+    engine.ds_compress.begin_step()
     wait_for_seats(2)
     digests = []
     for step in range(6 if resumes else 11):
@@ -339,8 +339,8 @@ def freeze(launch, config, then):
     data, parameters = data_of(launch, engine), list(engine.module.parameters())
     if then == "unfreeze":  # as if it had been frozen in deepspeed.initialize
         del engine.ds_compress.replicas._trained[0]
-        return refusal(engine.ds_compress.replicas._check_trained)
-    engine.ds_compress.replicas.begin_step(None)
+        return refusal(engine.ds_compress.replicas._check_trained, engine)
+    engine.ds_compress.begin_step()
     wait_for_seats(2)
     for step in range(9):
         if step == 4 and launch == 0:
@@ -414,7 +414,7 @@ def silent(launch, config):
     """Train while the store does not answer; return the losses, and the rounds after it answers again."""
     engine = build(1, config, wide_layers())
     data, outer = data_of(launch, engine), engine.ds_compress.replicas
-    outer.begin_step(None)
+    engine.ds_compress.begin_step()
     answers, check = threading.Event(), outer._worker.store._store.check
 
     def late(*args):
