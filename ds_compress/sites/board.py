@@ -70,7 +70,7 @@ class Position(NamedTuple):
 
     def after(self, outcome: str) -> "Position":
         text = f"{self.digest}/{self.round}/{outcome}"
-        return Position(self.round + 1, hashlib.blake2b(text.encode(), digest_size=DIGEST).hexdigest())
+        return Position(self.round + 1, digest_of(text.encode()).hex())
 
 
 class Shipment(NamedTuple):
@@ -129,7 +129,7 @@ class Board(_Keys):
         """
         super().__init__(store)
         self._tend = tend
-        self.received_bytes = self.moved_chunks = 0
+        self.moved_chunks = 0
 
     def settings(self, own: str = "{}") -> dict[str, Any]:
         return parse(self._decide("settings", own), dict)
@@ -195,7 +195,7 @@ class Board(_Keys):
             self._set(f"{key}/{start}", content[start : start + CHUNK])
             self.moved_chunks += 1
             self._tend()
-        digest = _digest(content).hex()
+        digest = digest_of(content).hex()
         self._set(key, json.dumps([len(content), digest]))
         return digest
 
@@ -218,9 +218,8 @@ class Board(_Keys):
             self.moved_chunks += 1
             self._tend()
         content = b"".join(parts)
-        if len(content) != nbytes or _digest(content).hex() != digest:
+        if len(content) != nbytes or digest_of(content).hex() != digest:
             raise CompressionError("it was damaged on its way")
-        self.received_bytes += len(content)
         data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         data.numpy()[:] = memoryview(content)
         return data
@@ -277,13 +276,13 @@ class Board(_Keys):
     def decide_outcome(self, number: int, members: list[int]) -> str:
         return self._decide(f"{number}/outcome", json.dumps({"members": members}))
 
-    def delete_rounds(self, slot: int, end: int, most: int = 8) -> None:
+    def delete_rounds(self, slot: int, end: int) -> None:
         """Delete what is left of rounds before `end`: packets of this slot, whose senders may have died; slot
-        0 deletes the rest, too. At most `most` rounds in one call."""
+        0 deletes the rest, too. At most 8 rounds in one call."""
         first = self._read(f"kept/{slot}") or ""
         is_known = first.isascii() and first.isdigit() and len(first) < 10
         start = int(first) if is_known else end  # before the first call nothing is here
-        end = min(end, start + most)
+        end = min(end, start + 8)
         for number in range(start, end):
             for replica in self._numbers(f"{number}/senders/{slot}"):
                 self.delete_packet(number, slot, replica)
@@ -306,7 +305,7 @@ class Board(_Keys):
     def ship(self, newcomer: int, slot: int, chunk: Tensor, shipment: Shipment) -> None:
         """Store the next chunk, uint8, and say that it is there."""
         content, number = chunk.numpy().tobytes(), shipment.sent - 1
-        self._set(f"anchor/{newcomer}/{slot}/{number % WINDOW}", _digest(content) + content)
+        self._set(f"anchor/{newcomer}/{slot}/{number % WINDOW}", digest_of(content) + content)
         self.moved_chunks += 1
         self._set(f"anchor/{newcomer}/{slot}", json.dumps(shipment))
 
@@ -327,10 +326,9 @@ class Board(_Keys):
         """
         data = self._read_bytes(f"anchor/{newcomer}/{slot}/{number % WINDOW}") or b""
         digest, content = data[:DIGEST], data[DIGEST:]
-        if _digest(content) != digest:
+        if digest_of(content) != digest:
             raise CompressionError("the anchor of another replica was damaged on its way")
         self.moved_chunks += 1
-        self.received_bytes += len(content)
         return content
 
     def end_shipment(self, newcomer: int, slot: int) -> None:
@@ -451,5 +449,5 @@ def _is_pair(value: object) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(type(each) is int for each in value)
 
 
-def _digest(content: bytes) -> bytes:
+def digest_of(content: bytes | memoryview) -> bytes:
     return hashlib.blake2b(content, digest_size=DIGEST).digest()

@@ -10,7 +10,6 @@
 If a rank fails, the caller lets all of them leave.
 """
 
-import hashlib
 import json
 import os
 from concurrent.futures import Future
@@ -21,7 +20,7 @@ from torch.distributed import Store
 
 from ds_compress.config.replicas import STORE, OuterOptions
 from ds_compress.errors import CompressionError, in_one_line
-from ds_compress.sites.board import Position
+from ds_compress.sites.board import Position, digest_of
 from ds_compress.sites.outer_step import Anchor
 from ds_compress.sites.rounds import patience
 from ds_compress.sites.store import connect
@@ -40,7 +39,7 @@ class Join:
         self.worker: Worker | None = None  # of this rank, once it is connected
 
     def say_own(self, shapes: str, anchor: Anchor) -> None:
-        own = [shapes, hashlib.blake2b(anchor.values.numpy().data, digest_size=16).hexdigest()]
+        own = shapes, digest_of(anchor.values.numpy().data).hex()
         self._launch.set(str(dist.get_rank()), json.dumps(own))
 
     def ask(self, settings: dict[str, Any], position: Position | None, probe: Future[Any] | None) -> None:
@@ -53,8 +52,7 @@ class Join:
         """
         address, ranks = os.environ.get(STORE, ""), range(dist.get_world_size())
         shapes, digests = zip(*[json.loads(self._launch.get(str(rank))) for rank in ranks])
-        digest = hashlib.blake2b(repr(digests).encode(), digest_size=16).hexdigest()
-        position = position or Position(0, digest)
+        position = position or Position(0, digest_of(repr(digests).encode()).hex())
         launch = {"ranks of a launch": len(shapes), "shapes of the parameters of all ranks": [*shapes]}
         verdict: dict[str, Any] = {"address": address, "own": position}
         try:

@@ -4,7 +4,7 @@ These are parameters, or the partition of a DeepSpeed optimizer; those that are 
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,8 @@ class MasterWeight(NamedTuple):
 def find_masters(engine: Engine, trained: Sequence[Tensor]) -> list[MasterWeight]:
     """Return the fp32 values of this rank's `trained` parameters."""
     optimizer, module, ranks = engine.optimizer, engine.module, engine.grid.get_data_parallel_world_size()
-    tied = _tied_numbers(module)
+    # equal for all copies of a tied parameter, which are on several stages
+    tied = {id(p): (TIED + 64 * key + position) % EXACT for key, position, p in tied_weights(module)}
     numbers = {id(parameter): number for number, parameter in enumerate(module.parameters())} | tied
     if has_partitions(optimizer):
         places = partitioned_weights(optimizer, engine.grid.get_data_parallel_id(), ranks)
@@ -50,13 +51,6 @@ def master_weight(parameter: Tensor, number: int, values: Tensor, start: int = 0
         return MasterWeight(values, None)
     rows = RowSpan.of(parameter[0].numel(), start, values.numel())
     return MasterWeight(values, DeltaPart(number, values.numel(), rows))
-
-
-def _tied_numbers(module: Any) -> dict[int, int]:
-    """Return a number for each tied parameter of this stage, by id; the same for all its copies."""
-    return {
-        id(weight): (TIED + 64 * key + position) % EXACT for key, position, weight in tied_weights(module)
-    }
 
 
 def build_delta_codec(codec: Codec, masters: Sequence[MasterWeight], seed: int) -> DeltaCodec:

@@ -75,6 +75,7 @@ class ExchangeResult(NamedTuple):
     base: Tensor  # see outer_step.py
     members: tuple[int, ...]
     is_member: bool
+    seconds: float  # that it took
 
 
 def patience(options: OuterOptions) -> float:
@@ -121,10 +122,6 @@ class Rounds:
         self.number = -1
         self.ended = threading.Event()
         """Ends what waits for the store."""
-
-    @property
-    def received_bytes(self) -> int:
-        return self._board.received_bytes
 
     def join(self, settings: dict[str, Any], own_position: Position) -> Membership:
         """Join the other replicas; slot 0 calls it.
@@ -195,6 +192,7 @@ class Rounds:
         Raises:
             CompressionError, RuntimeError: the store, or this replica, is too late or out of reach.
         """
+        began = time.monotonic()
         self._held = anchor, position
         self._purge(position.round)
         self._hand_over()
@@ -219,7 +217,7 @@ class Rounds:
             self._end_catch_up()
         else:
             codec.restore(before)
-        return ExchangeResult(anchor, position, base, members, is_member)
+        return ExchangeResult(anchor, position, base, members, is_member, time.monotonic() - began)
 
     def tend(self) -> float:
         """Do what others rely on: give a sign of life, if one is due, and send a chunk to each newcomer.

@@ -96,20 +96,31 @@ class OuterTraffic(RuntimePart):
         self._itemsize = engine.communication_data_type.itemsize
         self._store_key = f"ds_compress/outer/{next(_engines)}"
         self._joins = itertools.count()
-        self._exchanges = 0
         self._worker: Worker | None = None  # None: this replica trains alone
-        self._is_new = True  # whether it has met no other replicas since it was launched, or loaded
         self._probe: Future[Any] | None = None  # rank 0: a new connection to the store, after one was lost
-        self._pending: Future[tuple[ExchangeResult, float]] | None = None  # with its duration in seconds
-        self._is_late = False  # whether its result is there only after the step in which it was due
         self._residuals: dict[int, dict[str, Tensor]] = {}  # before the exchange in progress
-        self.anchor: Anchor | None = None  # None until the first step
-        self.position: Position | None = None
-        self.base: Tensor | None = None
-        """Base of the last exchange, until the weights have its result; see outer_step.py."""
         self.sent = Counters()
-        self._began: int | None = None  # step after which the last round began
         self._round_s, self._members = 0.0, 0
+        self.load({})
+
+    def load(self, saved: dict[int, dict[str, Tensor]]) -> None:
+        """Restore the state from a checkpoint; without one, start from the weights of the engine."""
+        self.close()
+        self._exchanges = 0
+        self._is_new = True  # whether it has met no other replicas since it was launched, or loaded
+        self._pending: Future[ExchangeResult] | None = None
+        self._is_late = False  # whether its result is there only after the step in which it was due
+        self.anchor: Anchor | None = None  # until the first step
+        self.position: Position | None = None
+        self._began: int | None = None  # step after which the last round began
+        found = saved.get(STATE, {})
+        self.base: Tensor | None = found.get("base")
+        """Base of the last exchange, until the weights have its result; see outer_step.py."""
+        if found:
+            self.anchor = Anchor(found["values"], found["momentum"])
+            self.position = Position(*json.loads(found["position"].numpy().tobytes()))
+            self._began = int(found["began"])
+        self.codec.restore(saved)
 
     def describe(self) -> str:
         """Return what the start-up line says."""
@@ -187,10 +198,10 @@ class OuterTraffic(RuntimePart):
             self._leave("the replica store does not answer" if state == LATE else failure)
             self.codec.restore(self._residuals)
             return
-        progress, seconds = pending.result()
+        progress = pending.result()
         self.anchor, self.position, self.base = progress.anchor, progress.position, progress.base
         count = len(progress.members)
-        self._round_s, self._members = seconds, count
+        self._round_s, self._members = progress.seconds, count
         self.sent.messages += 1
         self.sent.wire_bytes += self.codec.nbytes
         if progress.is_member:
@@ -225,17 +236,6 @@ class OuterTraffic(RuntimePart):
         if self.base is not None:
             found["base"] = self.base
         return {**self.codec.residuals(), STATE: found}
-
-    def load(self, saved: dict[int, dict[str, Tensor]]) -> None:
-        """Restore the state from a checkpoint; without one, start from the weights of the engine."""
-        self.close()
-        self._pending, self._exchanges, self._is_late, self._is_new = None, 0, False, True
-        found = saved.get(STATE, {})
-        self.anchor = Anchor(found["values"], found["momentum"]) if found else None
-        self.position = Position(*json.loads(found["position"].numpy().tobytes())) if found else None
-        self.base = found.get("base")
-        self._began = int(found["began"]) if found else None
-        self.codec.restore(saved)
 
     def close(self) -> None:
         """Leave the others."""

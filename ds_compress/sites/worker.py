@@ -2,7 +2,6 @@
 
 import queue
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -10,8 +9,8 @@ from typing import Any
 
 from torch import distributed as dist
 
-from ds_compress.sites.rounds import BEAT_S, ExchangeResult, Rounds
-from ds_compress.sites.store import WatchedStore, settle
+from ds_compress.sites.rounds import BEAT_S, Rounds
+from ds_compress.sites.store import Found, WatchedStore, settle
 
 EXIT_S = 5.0
 """Seconds in which a thread answers that is in no call of the store."""
@@ -33,15 +32,10 @@ class Worker:
         thread.start()
         weakref.finalize(self, _end, self.rounds, self._tasks, thread)
 
-    def run(self, task: Callable[[], ExchangeResult]) -> "Future[tuple[ExchangeResult, float]]":
-        """Run a task in the thread; its result comes with its duration in seconds."""
-
-        def timed() -> tuple[ExchangeResult, float]:
-            started = time.perf_counter()
-            return task(), time.perf_counter() - started
-
-        future: Future[tuple[ExchangeResult, float]] = Future()
-        self._tasks.put((future, timed))
+    def run(self, task: Callable[[], Found]) -> "Future[Found]":
+        """Run a task in the thread."""
+        future: Future[Found] = Future()
+        self._tasks.put((future, task))
         return future
 
     def close(self) -> None:
