@@ -60,7 +60,7 @@ class Join:
             verdict["membership"] = self.worker.rounds.join({**settings, **launch}, position)
         except CompressionError as error:
             verdict["refused"] = str(error)
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             verdict["lost"] = f"{STORE}={address}: {in_one_line(error)}"
         self._launch.set("verdict", json.dumps(verdict))
 

@@ -391,9 +391,9 @@ def test_a_running_site_outlives_a_store_of_other_launches(harm, store):
 def cut_off(launch, config):
     """Train on without a store; each attempt to reach it fails at once."""
     engine = build(1, config, wide_layers())
-    data, outer = data_of(launch, engine), engine.ds_compress.outer
+    data, outer = data_of(launch, engine), engine.ds_compress.replicas
     engine.train_batch(data)
-    with mock.patch("ds_compress.engine.outer._run") as run:
+    with mock.patch("ds_compress.sites.traffic.run_in_thread") as run:
         run.return_value.done.return_value = True
         run.return_value.exception.return_value = refusal = ConnectionRefusedError("nobody listens")
         run.return_value.result.side_effect = refusal
