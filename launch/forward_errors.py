@@ -63,7 +63,8 @@ class RoundTrip(nn.Module):
 def measure(name: str, codecs: list[dict[str, Any]], data: Path, cache: Path, blocks: int) -> Iterator[Row]:
     """Yield a row for each of `codecs` on the task of this name."""
     task: Any = task_of(*name.split("/"), data, cache)  # of language
-    task.prepare()
+    with torch.enable_grad():
+        task.prepare()  # trains a small model first, once
     first, *others = task.stages(0)
     boundaries = [RoundTrip() for _ in others]
     pairs = zip(boundaries, others, strict=True)

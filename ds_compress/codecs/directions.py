@@ -19,17 +19,20 @@ ITERATIONS = 4  # of the power iteration
 SAMPLE = 128
 """Rows that the directions are found from, at least, if there are so many."""
 CODE_BITS = 7
-"""Bits of the magnitude of a coefficient, in units of the scale of its row."""
+"""Bits of the magnitudes of coefficients and directions."""
+CACHED = 1 << 19
+"""Values that a CPU takes at a time: they stay in its cache from one product to the next."""
 
 
 def factors_layout(rank: int, rows: int, width: int) -> Layout:
     """Return the layout of the factors that `subtract_directions` returns."""
-    return ((rows, rank), torch.int8), ((rows,), torch.int8), ((rank, width), torch.bfloat16)
+    codes = ((rows, rank), torch.int8), ((rows,), torch.int8)
+    return *codes, ((rank, width), torch.int8), ((rank,), torch.int8)
 
 
 def factors_bits(rank: int, rows: int, width: int) -> int:
     """Return the bits that the factors of `rank` directions, at least one, take."""
-    return 8 * rows * (rank + 1) + 16 * rank * width
+    return 8 * (rows * (rank + 1) + rank * (width + 1))
 
 
 def subtract_directions(m: Tensor, rank: int) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -39,14 +42,49 @@ def subtract_directions(m: Tensor, rank: int) -> tuple[Tensor, tuple[Tensor, ...
         rank: directions, at most as many as rows and as columns.
 
     Returns:
-        The rest, fp32 [rows, width], no longer than `m` up to the rounding of the basis; and the factors:
-        coefficients in units of their row's scale, int8 [rows, rank], the scales' exponents of 2, int8
-        [rows], and the basis, bf16 [rank, width]. Rows have scales of their own: an attention sink is a
-        hundred times longer than other tokens, whose coefficients would be 0 in its units. The coefficients
+        The rest [rows, width], bf16 of a bf16 `m`, otherwise fp32, no longer than `m` up to rounding; and the
+        factors: coefficients, int8 [rows, rank], directions, int8 [rank, width], each followed by the
+        exponents of 2 of the units of its rows, int8. Rows have units of their own: an attention sink is a
+        hundred times longer than other tokens, whose coefficients would be 0 in its unit. The coefficients
         of a row that is not finite, or beyond the range of products, are 0, and its rest is the row.
     """
-    m = m.float()
-    sample = m[:: max(1, len(m) // SAMPLE)]
+    basis, units = _to_int8(_strongest(m[:: max(1, len(m) // SAMPLE)].float(), rank))
+    rounded, at_once = _from_int8(basis, units), _rows_at_once(m)
+    dual = rounded / rounded.square().sum(1, keepdim=True).clamp(min=0.5)  # a direction of zeros stays
+    rest = torch.empty_like(m, dtype=torch.bfloat16 if m.dtype == torch.bfloat16 else torch.float32)
+    coefficients = []
+    for rows, left in zip(m.split(at_once), rest.split(at_once), strict=True):
+        values = rows.float()
+        codes, exponents = _to_int8(F.linear(values, dual))
+        _add_product(values, _from_int8(codes, exponents).neg_(), rounded, left)
+        coefficients.append((codes, exponents))
+    return rest, (*map(torch.cat, zip(*coefficients, strict=True)), basis, units)
+
+
+def add_directions(rest: Tensor, codes: Tensor, exponents: Tensor, basis: Tensor, units: Tensor) -> Tensor:
+    """Add to a decoded `rest`, [rows, width], in place, what `subtract_directions` took away; return it.
+
+    The others are the factors that it returned.
+    """
+    rounded, at_once = _from_int8(basis, units), _rows_at_once(rest)
+    coefficients = _from_int8(codes, exponents)
+    for rows, own in zip(rest.split(at_once), coefficients.split(at_once), strict=True):
+        _add_product(rows.float(), own, rounded, rows)
+    return rest
+
+
+def _add_product(x: Tensor, a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Write fp32 x + a @ b to `out`, of any dtype."""
+    out.copy_(torch.addmm(x, a, b, out=out if out.dtype == torch.float32 else None))
+
+
+def _rows_at_once(m: Tensor) -> int:
+    """Return the rows of `m` that are taken at a time."""
+    return max(1, CACHED // m.shape[1]) if m.device.type == "cpu" else len(m)
+
+
+def _strongest(sample: Tensor, rank: int) -> Tensor:
+    """Return the `rank` strongest directions of the rows of an fp32 `sample`, orthonormal rows or zeros."""
     largest = sample.abs().amax(1, keepdim=True)
     sample = torch.where(largest > 0, sample / largest, 0)  # all rows count alike
     products = sample @ sample.T
@@ -54,19 +92,19 @@ def subtract_directions(m: Tensor, rank: int) -> tuple[Tensor, tuple[Tensor, ...
     for _ in range(ITERATIONS):
         mixture, _ = orthonormal(products @ mixture)
     directions, _ = orthonormal(sample.T @ mixture)
-    basis = directions.T.to(torch.bfloat16).contiguous()
-    coefficients = F.linear(m, basis.float())
-    largest = coefficients.abs().amax(1, keepdim=True)
+    return directions.T
+
+
+def _to_int8(m: Tensor) -> tuple[Tensor, Tensor]:
+    """Return fp32 `m` in int8, and the exponents of 2, int8 [rows], of the units of its rows; 0 for rows that
+    are not finite, or beyond the range of products."""
+    largest = m.abs().amax(1, keepdim=True)
     fits = largest < LARGEST_FACTOR
     exponents = torch.frexp(torch.where(fits, largest, 0)).exponent.sub_(CODE_BITS).clamp_(-126, 126)
-    codes = torch.where(fits, torch.ldexp(coefficients, -exponents), 0).round_().clamp_(-127, 127)
-    rest = torch.addmm(m, torch.ldexp(codes, exponents), basis.float(), alpha=-1)
-    return rest, (codes.to(torch.int8), exponents.to(torch.int8).view(-1), basis)
+    codes = torch.where(fits, torch.ldexp(m, -exponents), 0).round_().clamp_(-127, 127)
+    return codes.to(torch.int8), exponents.to(torch.int8).view(-1)
 
 
-def add_directions(rest: Tensor, codes: Tensor, exponents: Tensor, basis: Tensor) -> Tensor:
-    """Add to a decoded `rest`, fp32 [rows, width], in place, what `subtract_directions` took away; return it.
-
-    `codes`, `exponents` and `basis` are the factors that it returned.
-    """
-    return rest.addmm_(torch.ldexp(codes.float(), exponents[:, None]), basis.float())
+def _from_int8(codes: Tensor, exponents: Tensor) -> Tensor:
+    """Return what `_to_int8` made its result of, fp32."""
+    return torch.ldexp(codes.float(), exponents[:, None])

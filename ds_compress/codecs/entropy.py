@@ -25,7 +25,12 @@ DITHERED_REACH = 2.0 ** (COARSER + 1)
 """Half of the coarsest step of a dithered message, as a multiple of its largest magnitude, at most."""
 
 ROUNDED_BASIS = 1.05
-"""Largest norm of the rest of a message without its directions: a basis of bf16 is not quite orthonormal."""
+"""Largest norm of the rest of a message without its directions: a basis of int8 is not quite orthonormal."""
+
+FACTORS = 0.3
+"""Largest share of a packet that the factors of directions take. At 3.3 bits of 128 values a row, with an
+eighth the token error of a Llama trained for 300 steps was .11, with .3 it is .06. In a pretrained model few
+directions matter, and at its width they take less."""
 
 
 @register("entropy")
@@ -57,8 +62,8 @@ class Entropy(Codec):
 
         rank: int = Field(0, ge=0, le=64)
         """Directions that are sent apart, as the product of two thin factors: for activations, whose rows
-        have most of their energy in a few directions. Fewer where the factors would take more than an eighth
-        of the packet, as in messages of few or narrow rows."""
+        have most of their energy in a few directions. Fewer where the factors would take more than 30 % of
+        the packet, as in messages of few or narrow rows."""
 
     def layout(self, spec: TensorSpec) -> Layout:
         words, rows = self._frame(spec).words if spec.numel else 0, self._rows(spec)
@@ -86,7 +91,7 @@ class Entropy(Codec):
         backend, code, factors = kernels(spec.device), parts[:2], parts[2:]
         decode = backend.decode_rows if len(code) > 1 else backend.decode_entropy
         # shifted rows may leave the range of fp16
-        dtype = torch.bfloat16 if spec.dtype == torch.bfloat16 and not factors else torch.float32
+        dtype = torch.bfloat16 if spec.dtype == torch.bfloat16 else torch.float32
         values, valid = decode(*code, self._frame(spec), dtype, self._dither(ctx))
         if valid.device.type == "cpu" and not valid:  # a GPU's values are nan then: the host does not wait
             raise CompressionError("entropy: a damaged code came, no message is coded like that")
@@ -107,7 +112,7 @@ class Entropy(Codec):
         if not self.options.rank or not (rows := self._rows(spec)):
             return 0
         bits = spec.numel * self.options.bits
-        most = min(bits / 8, bits - SHIFT_BITS * rows - 16 * least_words(spec.numel))
+        most = min(FACTORS * bits, bits - SHIFT_BITS * rows - 16 * least_words(spec.numel))
         shape = matrix_shape(spec.shape)
         return next((r for r in range(self.options.rank, 0, -1) if factors_bits(r, *shape) <= most), 0)
 

@@ -208,7 +208,7 @@ LONG: Preset = {
         blocks=4 * steps,
         batch=4,
         epochs=1,
-        lr=2e-3,
+        lr=1e-3,
     )
     for name in ("llama", "moe")
     for steps in (300, 1200, 4800)

@@ -5,6 +5,7 @@ import torch
 
 from ds_compress.codec import TensorSpec, build
 from ds_compress.codecs.directions import SAMPLE, add_directions, subtract_directions
+from ds_compress.codecs.entropy import FACTORS
 from ds_compress.codecs.message_error import measure_error
 from tests.support.codecs import roundtrip
 
@@ -48,7 +49,7 @@ def test_a_sink_leaves_other_tokens_their_coefficients():
     x = torch.randn(256, 1, generator=generator) * torch.randn(512, generator=generator)
     x[0] *= 160
     rest, _ = subtract_directions(x, 2)
-    assert (rest.norm(dim=1) / x.norm(dim=1)).max() < 0.01
+    assert (rest.norm(dim=1) / x.norm(dim=1)).max() < 0.02
 
 
 @pytest.mark.parametrize("rows", [3, 100, SAMPLE, 1000])
@@ -77,13 +78,13 @@ def test_what_no_product_can_hold_is_left_in_the_rest(value):
 
 @pytest.mark.parametrize(
     "shape, rank",
-    [((2048, 4096), 8), ((2, 256, 576), 8), ((512, 128), 4), ((512, 64), 2), ((64,), 0)],
+    [((2048, 4096), 16), ((2, 256, 576), 16), ((512, 128), 14), ((512, 64), 7), ((64,), 0)],
     ids=str,
 )
-def test_factors_take_at_most_an_eighth_of_the_packet(shape, rank):
-    codec, spec = build({"name": "entropy", "bits": 4, "rank": 8}), TensorSpec(shape, torch.float32)
+def test_factors_take_a_limited_share_of_the_packet(shape, rank):
+    codec, spec = build({"name": "entropy", "bits": 4, "rank": 16}), TensorSpec(shape, torch.float32)
     _, *parts = codec.layout(spec)
     factors = parts[1:]
     sizes = [torch.Size(part).numel() * dtype.itemsize for part, dtype in factors]
-    assert sum(sizes) <= torch.Size(shape).numel() * 4 / 8 / 8
+    assert sum(sizes) <= FACTORS * torch.Size(shape).numel() * 4 / 8
     assert (factors[0][0][1] if factors else 0) == rank

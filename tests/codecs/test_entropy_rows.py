@@ -11,7 +11,7 @@ from tests.support.kernels import EACH_TARGET, compiled_for
 
 NEAREST = {"name": "entropy", "bits": 2.5}
 DITHER = {"name": "entropy", "bits": 2, "rounding": "dither"}
-RANK = {"name": "entropy", "bits": 3, "rank": 8}
+RANK = {"name": "entropy", "bits": 3, "rank": 16}
 BOTH = pytest.mark.parametrize("codec", [NEAREST, DITHER, RANK], ids=["nearest", "dither", "rank"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
