@@ -155,7 +155,7 @@ REFUSED = {
         ({"values": "bf61"}, "did you mean 'bf16'"),
         ({"values": "topk"}, "'topk' cannot carry the kept values"),
         ({"indices": "int23"}, "did you mean 'int32'"),
-        ({"select": "exact"}, "select: unknown key (removed: entries are always selected exactly; leave it"),
+        ({"select": "block"}, "select: 'block' is not allowed; allowed: 'exact', 'sidco'"),
     ],
 }
 

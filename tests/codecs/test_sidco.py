@@ -1,0 +1,49 @@
+"""Codec topk with a fitted threshold: about the largest entries, exactly as many as the packet holds."""
+
+import pytest
+import torch
+
+from ds_compress.codec import TensorSpec, build
+from ds_compress.codecs.sidco import above_threshold, thresholds
+
+LENGTH = 100_000
+SAMPLES = {
+    "laplace": torch.distributions.Laplace(0.0, 1.0),
+    "normal": torch.distributions.Normal(0.0, 1.0),
+    "student-t": torch.distributions.StudentT(3.0),
+}
+
+
+def drawn(name):
+    torch.manual_seed(0)
+    return SAMPLES[name].sample((2, LENGTH))
+
+
+@pytest.mark.parametrize("density", [0.1, 0.01])
+@pytest.mark.parametrize("name, share", [("laplace", 0.99), ("normal", 0.95), ("student-t", 0.88)])
+def test_most_of_the_energy_is_kept(name, share, density):
+    x, k = drawn(name), round(density * LENGTH)
+    selection = above_threshold(x, k)
+    kept = x.flatten()[selection.indices].view(2, k)
+    assert (kept.norm(dim=1) >= share * x.abs().topk(k).values.norm(dim=1)).all()
+    assert (selection.indices.diff() > 0).all(), "coders need ascending entries"
+    assert ((selection.indices.view(2, k) // LENGTH) == torch.tensor([[0], [1]])).all(), "k of each row"
+
+
+@pytest.mark.parametrize("density", [0.3, 0.1, 0.01])
+def test_the_fit_finds_the_share_of_its_own_distribution(density):
+    x = drawn("laplace").abs()
+    found = (x > thresholds(x, density)).float().mean(1)
+    assert found == pytest.approx([density] * 2, rel=0.05)
+
+
+@pytest.mark.parametrize("x", [torch.zeros(1, 50), torch.ones(3, 7), torch.full((1, 9), 1e-45)], ids=str)
+def test_rows_without_a_tail_fill_the_packet(x):
+    for k in (1, x.shape[1] - 1, x.shape[1]):
+        assert len(above_threshold(x, k).indices.unique()) == len(x) * k
+
+
+def test_packets_are_as_large_as_exact_ones():
+    spec = TensorSpec((4, 4096), torch.bfloat16)
+    exact, fitted = (build({"name": "topk", "select": select}) for select in ("exact", "sidco"))
+    assert exact.layout(spec) == fitted.layout(spec)
