@@ -123,10 +123,10 @@ class Evidence(NamedTuple):
 EVIDENCE = {
     "none": Evidence("none", (0.0, 0.0), (0.0, 0.0)),
     "safe": Evidence("entropy4-rank8/dither3", (0.0, 0.2)),
-    "balanced": Evidence("entropy3.3-rank8/dither2", (0.2, 0.5)),
+    "balanced": Evidence("entropy3.3-rank8/dither2", (0.3, 0.5)),
     "aggressive": Evidence("entropy2.5-rank8/dither1.5", (0.5, 1.2)),
     "quant4": Evidence("group4/4-hadamard", (2.4, 2.3)),
     "quant4_8": Evidence("quant4_8", (2.1, 2.2)),
     "topk10": Evidence("topk10_bf16-reuse", (20.4, 30.8)),
 }
-"""By recipe; `safe`, `balanced` and `aggressive` on pretrained models alone, one seed, the others on small models."""
+"""By recipe; `safe`, `balanced` and `aggressive` on pretrained models, one seed, others on small models."""

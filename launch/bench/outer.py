@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from ds_compress.simulate import SimulatedReplicas, simulate
-from ds_compress.sites import SimulatedRounds
+from ds_compress.sites.simulation import SimulatedRounds
 from launch.reproduce.architectures import llama
 from launch.reproduce.presets import LANGUAGE
 from launch.train_lm import batches, build_layers, load_text, loss_fn

@@ -11,7 +11,7 @@ from ds_compress.config.replicas import ReplicasOptions, build_replica_codec
 from ds_compress.errors import CompressionError
 from ds_compress.replicas.slices import AVERAGE, GRADIENT, Gradient, RowSpan, Slice, SliceCodec, Slices
 from ds_compress.simulate.replicas import SimulatedReplicas
-from ds_compress.sites import SimulatedRounds
+from ds_compress.sites.simulation import SimulatedRounds
 
 USED, UNUSED = range(0, 512, 2), range(1, 512, 2)
 FOUR = {"name": "quantize", "bits": 4}

@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 
 from ds_compress.config.replicas import STORE
 from ds_compress.errors import CompressionError
-from ds_compress.sites import SimulatedRounds
+from ds_compress.sites.simulation import SimulatedRounds
 from ds_compress.sites.worker import _work
 from tests.replicas import test_gradients
 from tests.support.pipeline import (

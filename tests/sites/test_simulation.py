@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ds_compress.errors import CompressionError
-from ds_compress.sites import SimulatedRounds
+from ds_compress.sites.simulation import SimulatedRounds
 
 PLAIN = {"lr": 1.0, "momentum": 0.0}
 

@@ -37,7 +37,7 @@ _INDICES: dict[str, Any] = {
 _ENTRIES: dict[str, Any] = {
     "x": _floats("n"),
     "dtype": range(len(_MOVED)),
-    "n": _ABOVE_0,
+    "n": SIZE,
     "packed": _BITS,
     "count": SIZE,
     "values": _floats("count"),
