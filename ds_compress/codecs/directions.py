@@ -74,7 +74,7 @@ def add_directions(rest: Tensor, codes: Tensor, exponents: Tensor, basis: Tensor
 
 
 def _add_product(x: Tensor, a: Tensor, b: Tensor, out: Tensor) -> None:
-    """Write fp32 x + a @ b to `out`, of any dtype."""
+    """Write fp32 `x` + `a` @ `b`, [rows, width], to `out` of any float dtype, which may be `x`."""
     out.copy_(torch.addmm(x, a, b, out=out if out.dtype == torch.float32 else None))
 
 
@@ -96,8 +96,8 @@ def _strongest(sample: Tensor, rank: int) -> Tensor:
 
 
 def _to_int8(m: Tensor) -> tuple[Tensor, Tensor]:
-    """Return fp32 `m` in int8, and the exponents of 2, int8 [rows], of the units of its rows; 0 for rows that
-    are not finite, or beyond the range of products."""
+    """Return fp32 `m` [rows, n] in units of its rows, int8 [rows, n], and the exponents of 2 of these units,
+    int8 [rows]. Rows that are not finite, or beyond the range of products, become 0."""
     largest = m.abs().amax(1, keepdim=True)
     fits = largest < LARGEST_FACTOR
     exponents = torch.frexp(torch.where(fits, largest, 0)).exponent.sub_(CODE_BITS).clamp_(-126, 126)
@@ -106,5 +106,5 @@ def _to_int8(m: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _from_int8(codes: Tensor, exponents: Tensor) -> Tensor:
-    """Return what `_to_int8` made its result of, fp32."""
+    """Return what `_to_int8` was given, fp32 [rows, n], as far as int8 holds it."""
     return torch.ldexp(codes.float(), exponents[:, None])

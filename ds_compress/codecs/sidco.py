@@ -1,4 +1,4 @@
-"""Select entries above a threshold that is fitted to their magnitudes, in the place of sorting them.
+"""Select entries above a threshold that is fitted to the magnitudes, without sorting them.
 
 SIDCo (Abdelmoniem et al., arXiv 2101.10761) with exponential distributions and peaks over thresholds: on a
 GPU a few passes over the tensor, where an exact selection takes many more. The fit keeps about as many
@@ -18,7 +18,10 @@ FIRST = 0.25
 
 
 def thresholds(magnitudes: Tensor, density: float) -> Tensor:
-    """Return the thresholds, fp32 [rows, 1], that about `density` of `magnitudes`, fp32 [rows, d], exceed."""
+    """Return thresholds that about a share `density` of the `magnitudes` of a row exceeds.
+
+    `magnitudes` are fp32 [rows, d], the thresholds fp32 [rows, 1].
+    """
     fits = max(1, math.ceil(math.log(density) / math.log(FIRST)))
     share = density ** (1 / fits)
     threshold = magnitudes.new_zeros(len(magnitudes), 1)
