@@ -12,15 +12,11 @@ sides restore their state if both find it in files of the loaded step with equal
 mirrored state is equal, compared by hash. Otherwise both start from zero, and rank 0 logs which and why.
 Replica r reads what replica r wrote. `load_module_only` restores nothing.
 
-Settings that changed during training (`changed_settings`) are restored if all ranks find the same ones, and
-if the block and the boundaries are those of the saved run.
+Settings that changed during training, and the state of each part of the runtime, are restored if all ranks
+find the same, and if the block and the boundaries are those of the saved run.
 
 Residuals of gradients between replicas have entries `replicas/gradients/NUMBER OF THE SLICE/...`. They are
 restored if every rank finds its own, with equal settings.
-
-With depth "auto" the saved depth is restored if all ranks find it, and if the numbers of stages and
-micro-batches are unchanged.
-
 """
 
 import functools
@@ -47,9 +43,8 @@ from ds_compress.checkpoint.search import (
     Side,
     Verdict,
     load_side,
-    saved_depth,
     saved_gradients,
-    saved_settings,
+    saved_state,
 )
 from ds_compress.errors import CompressionError, in_one_line
 from ds_compress.version import __version__
@@ -77,7 +72,7 @@ def _state(session: Any) -> dict[str, Tensor]:
     """Return all that this rank has to save, by key in the file."""
     replicas = session.replicas
     saved = replicas.saved() if replicas is not None else {}
-    return state_of(session.sides()) | {
+    return state_of(session.path.sides()) | {
         f"{GRADIENTS}/{number}/{name}": value
         for number, memory in saved.items()
         for name, value in memory.items()
@@ -104,7 +99,7 @@ def save(session: Any, root: Path, tag: str) -> None:
         CompressionError: on every rank, if any rank could not write its file.
     """
     engine = session.engine
-    sides, path = session.sides(), _rank_in_job(engine).path(Path(root, tag))
+    sides, path = session.path.sides(), _rank_in_job(engine).path(Path(root, tag))
     settings = {side.key: side.settings for side in sides}
     if session.replicas is not None:
         settings[GRADIENTS] = session.replicas.settings
@@ -116,9 +111,8 @@ def save(session: Any, root: Path, tag: str) -> None:
             version=__version__,
             step=engine.global_steps,
             settings=settings,
-            schedule=(session.depth.now, engine.num_stages, engine.micro_batches),
-            course=session.changed_settings(),
-            noted=session.own_measurements(),
+            course=session.state(),
+            noted=session.own_state(),
         )
     except (OSError, SafetensorError) as error:
         failure = f"{path} cannot be written: {error}"
@@ -128,18 +122,6 @@ def save(session: Any, root: Path, tag: str) -> None:
     if first is not None:
         failure = failure or f"rank {first} could not write its part"
         raise CompressionError(f"ds_compress: checkpoint {tag} is not complete: {failure}")
-
-
-def _load_depth(session: Any, root: Path, tag: str, rank: Rank, restore: bool) -> None:
-    """Restore the saved depth if all ranks find the same, else depth 1.
-
-    The depth is measured again afterwards, because links or memory may have changed.
-    """
-    engine = session.engine
-    place = engine.global_steps, engine.num_stages, engine.micro_batches
-    depth = saved_depth(root, tag, rank, *place) if restore else 0
-    least, most = _smallest(engine.device, depth, -depth)
-    session.depth.set(session.stage, depth if least == -most and depth > 0 else 1)
 
 
 def _load_replicas(session: Any, root: Path, tag: str, rank: Rank, restore: bool) -> None:
@@ -154,18 +136,19 @@ def _load_replicas(session: Any, root: Path, tag: str, rank: Rank, restore: bool
         log.warning("ds_compress: %s: %s: %s", Path(root, tag), replicas.restarts, why)
 
 
-def _load_changed_settings(session: Any, root: Path, tag: str, rank: Rank) -> None:
-    """Restore the settings that had changed during training, if all ranks find the same."""
+def _load_state(session: Any, root: Path, tag: str, rank: Rank) -> None:
+    """Restore the settings that had changed during training, and the state of all parts, if all ranks find
+    the same."""
     engine = session.engine
-    changed_settings, own_measurements = saved_settings(root, tag, rank, engine.global_steps)
-    text = json.dumps(changed_settings, sort_keys=True).encode()
+    state, own = saved_state(root, tag, rank, engine.global_steps)
+    text = json.dumps(state, sort_keys=True).encode()
     number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
-    had = bool(changed_settings.get("adopted"))
+    had = bool(state.get("adopted"))
     least, most, lost = _smallest(engine.device, number, -number, -had)
     alike = least == -most
     resumed, failure = False, ""
     try:
-        resumed = session.resume(changed_settings if alike else {}, own_measurements)
+        resumed = session.resume(state if alike else {}, own)
     except Exception as error:  # equal on all ranks, but not valid: all ranks start again from the block
         failure = in_one_line(error)
     failed = _first_with(engine.device, bool(failure))
@@ -189,9 +172,9 @@ def load(session: Any, root: Path, tag: str, restore: bool) -> None:
         restore: False if only the weights were loaded; all state then starts from zero.
     """
     engine = session.engine
-    rank, sides = _rank_in_job(engine), session.sides()
+    rank, sides = _rank_in_job(engine), session.path.sides()
     if restore:
-        _load_changed_settings(session, root, tag, rank)
+        _load_state(session, root, tag, rank)
     found = [
         load_side(root, tag, rank, side, engine.global_steps) if restore else Found(ABSENT) for side in sides
     ]
@@ -209,9 +192,6 @@ def load(session: Any, root: Path, tag: str, restore: bool) -> None:
             side.boundary, functools.partial(side.boundary.restore, memories, engine.device)
         )
     _load_replicas(session, root, tag, rank, restore)
-    if session.depth.auto:
-        _load_depth(session, root, tag, rank, restore)
-    session.depth.measure_again()
     report = verdict.report(Path(root, tag))
     if restore and report and dist.get_rank() == 0:
         log.warning(report)

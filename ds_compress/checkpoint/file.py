@@ -22,7 +22,6 @@ from torch import Tensor
 
 from ds_compress.feedback.digest import absorb
 from ds_compress.kernels.numerics import is_finite
-from ds_compress.planning.depth import MAX_DEPTH
 from ds_compress.registry import Options
 
 HASH_BYTES = 8
@@ -45,8 +44,8 @@ class PolicyRecord(Options):
     """The policy's own state."""
 
 
-class ChangedSettings(Options):
-    """The settings after all changes during training."""
+class SessionState(Options):
+    """The settings after all changes during training, and the state of the parts, by their keys."""
 
     written: dict[str, Any]
     """The parts of the block that have to be the same for the settings to go on."""
@@ -57,6 +56,8 @@ class ChangedSettings(Options):
     """What the guard remembers: the first loss of training."""
     replica_policy: dict[str, Any] = {}
     """What the policy between replicas has decided; empty: there is none."""
+    depth: dict[str, Annotated[int, Field(ge=1)]] = {}
+    """The depth that was chosen, and the stages and micro-batches that it is for; empty: none was."""
 
 
 class Metadata(Options):
@@ -68,13 +69,12 @@ class Metadata(Options):
     """Optimizer steps done."""
     settings: dict[str, dict[str, Any]]
     """Settings of the codecs of each side in the file."""
-    schedule: tuple[Annotated[int, Field(ge=1, le=MAX_DEPTH)], int, int] = (1, 0, 0)
-    """Depth, stages and micro-batches of the steps before."""
+    schedule: list[int] = []
     warmup_ends: dict[str, int] = {}
-    """Written up to release 0.3; not read."""
-    changed_settings: ChangedSettings | None = Field(default=None, alias="course")
-    """The settings after all changes during training; the same in the files of all ranks."""
-    own_measurements: dict[
+    """Like `schedule` written up to release 0.3; not read."""
+    state: SessionState | None = Field(default=None, alias="course")
+    """The same in the files of all ranks."""
+    own_state: dict[
         Annotated[str, Field(pattern=r"^\d{1,9}(/(forward|backward))?$")],
         Annotated[tuple[float, float], FROM_JSON],
     ] = Field(default={}, alias="noted")

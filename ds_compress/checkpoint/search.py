@@ -134,22 +134,10 @@ def saved_gradients(
         return None, f"{file.path} cannot be read: {error}"
 
 
-def saved_depth(root: Path, tag: str, rank: Rank, step: int, stages: int, micro_batches: int) -> int:
-    """Return the schedule depth of checkpoint `tag`; 0 if it is unknown or the pipeline was another one."""
-    try:
-        metadata = StateFile(rank.path(Path(root, tag))).metadata
-    except DamagedFile:  # `load` logs why
-        return 0
-    depth, *pipeline = metadata.schedule
-    return depth if metadata.step == step and pipeline == [stages, micro_batches] else 0
+def saved_state(root: Path, tag: str, rank: Rank, step: int) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """Return the `state` and `own_state` of a session at checkpoint `tag`, empty if they are unknown.
 
-
-def saved_settings(
-    root: Path, tag: str, rank: Rank, step: int
-) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """Return the settings and this rank's notes at checkpoint `tag`, empty if they are unknown.
-
-    A rank without a file, as in a new replica, reads the settings in the files of others.
+    A rank without a file, as in a new replica, reads the state in the files of others.
     """
     own = rank.path(Path()).name
     others = sorted(path.name for path in Path(root, tag).glob("ds_compress_pp*.safetensors"))
@@ -160,9 +148,9 @@ def saved_settings(
             continue
         if metadata.step != step:
             break
-        changed = metadata.changed_settings.model_dump(mode="json") if metadata.changed_settings else {}
-        measured = {boundary: list(pair) for boundary, pair in metadata.own_measurements.items()}
-        return changed, measured if name == own else {}
+        state = metadata.state.model_dump(mode="json") if metadata.state else {}
+        measured = {boundary: list(pair) for boundary, pair in metadata.own_state.items()}
+        return state, measured if name == own else {}
     return {}, {}
 
 

@@ -16,6 +16,7 @@ from ds_compress.engine.deepspeed import check_release, instruction_map, is_dual
 from ds_compress.engine.deepspeed import prepare as prepare
 from ds_compress.engine.handshake import Notes, SharedWarning, agree, numerics_to_match
 from ds_compress.engine.intercept import PointToPoint
+from ds_compress.engine.message_path import MessagePath
 from ds_compress.engine.mixin import CompressedEngine
 from ds_compress.engine.optimizers import check_optimizer
 from ds_compress.engine.session import Session, steps_per_epoch
@@ -36,14 +37,14 @@ _engines = itertools.count()
 logger = logging.getLogger("ds_compress")
 
 
-def _mixin(engine: Any) -> tuple[type[CompressedEngine], type[Session]]:
-    """Return the mixin for `engine`, and the class of its session."""
+def _mixin(engine: Any) -> tuple[type[CompressedEngine], type[MessagePath]]:
+    """Return the mixin for `engine`, and the class of its message path."""
     if not is_dualpipev(engine):
-        return CompressedEngine, Session
+        return CompressedEngine, MessagePath
     # older releases have no DualPipeV to import
-    from ds_compress.engine.dualpipev import CompressedDualPipeV, DualPipeVSession
+    from ds_compress.engine.dualpipev import CompressedDualPipeV, DualPipeVPath
 
-    return CompressedDualPipeV, DualPipeVSession
+    return CompressedDualPipeV, DualPipeVPath
 
 
 def attach(engine: Any, block: object) -> None:
@@ -71,11 +72,11 @@ def attach(engine: Any, block: object) -> None:
         _log_notes(engine, config)
         return
     base = type(engine)
-    mixin, make_session = _mixin(engine)
+    mixin, make_path = _mixin(engine)
     agreed: dict[str, Any] | CompressionError
     try:
         config = Config(block)
-        make_session.check(config, engine.num_stages)
+        make_path.check(config, engine.num_stages)
         check_release(engine)
         config.count_epochs(steps_per_epoch(engine))
         codec = config.replica_codec
@@ -116,9 +117,9 @@ def attach(engine: Any, block: object) -> None:
     number = next(_engines)
     notes = Notes(store, f"ds_compress/notes/{number}/{engine.grid.get_data_parallel_id()}")
     warning = SharedWarning(store, f"ds_compress/left/{number}")
-    parts = PointToPoint.over(p2p), original, watchdog, notes, warning
+    for_path = make_path, PointToPoint.over(p2p), original, warning
     outer = sites.OuterTraffic(engine, config) if sites is not None else None
-    session = engine.ds_compress = make_session(engine, config, *parts, outer)
+    session = engine.ds_compress = Session(engine, config, *for_path, watchdog, notes, outer)
     cleanup.free_with(engine, session.stage.groups, watchdog.close)
     weakref.finalize(engine, session.monitor.close)  # when the engine goes, at the latest when Python ends
 

@@ -27,8 +27,8 @@ from ds_compress.checkpoint.search import Side
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.engine.deepspeed import neighbour_stages, queue_message, take_queue
 from ds_compress.engine.intercept import PointToPoint, as_announced
+from ds_compress.engine.message_path import MessagePath
 from ds_compress.engine.mixin import CompressedEngine
-from ds_compress.engine.session import Session
 from ds_compress.engine.stage import Instruction, Stage
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary, Channel
@@ -101,8 +101,8 @@ class TwoStages(Stage):
         return True
 
 
-class DualPipeVSession(Session):
-    """The stages of one rank under DualPipeV."""
+class DualPipeVPath(MessagePath):
+    """Sends and receives the messages of both stages of a rank under DualPipeV."""
 
     own_link = "of DualPipeV"
 
@@ -131,7 +131,7 @@ class DualPipeVSession(Session):
         config.check_boundaries(boundaries)
         return boundaries
 
-    def connect(self, p2p: PointToPoint) -> "TwoStages":
+    def connect(self, p2p: PointToPoint, depth: int) -> "TwoStages":
         engine, config = self.engine, self.config
         rank, last = engine.stage_id, engine.num_stages - 1
         replica = engine.grid.get_data_parallel_id()
@@ -246,20 +246,18 @@ def _around(kind: type, instruction: Instruction) -> Callable[..., None]:
     """Return what runs instead of DeepSpeed's function for instructions of class `kind`."""
 
     def run(engine: Any, buffer_id: int, phase: int) -> None:
-        engine.ds_compress.run(kind, instruction, buffer_id, phase)
+        engine.ds_compress.path.run(kind, instruction, buffer_id, phase)
 
     return run
 
 
 def _run_commit(engine: Any, *args: Any, **kwargs: Any) -> None:
-    run = engine.ds_compress.original[schedule.CommitP2P]
-    engine.ds_compress.commit(partial(run, engine, *args, **kwargs))
+    path = engine.ds_compress.path
+    path.commit(partial(path.original[schedule.CommitP2P], engine, *args, **kwargs))
 
 
 class CompressedDualPipeV(CompressedEngine):
     """Runs DeepSpeed's DualPipeV with every message in one packet."""
-
-    ds_compress: DualPipeVSession
 
     _AROUND = {
         schedule.SendActivation: _around(schedule.SendActivation, Instruction.SEND_ACTIVATION),
@@ -270,7 +268,9 @@ class CompressedDualPipeV(CompressedEngine):
     }
 
     def _queue_p2p(self, operation: Any, tensors: list[Tensor], stage: int) -> None:
-        self.ds_compress.queue(tensors)
+        path: Any = self.ds_compress.path
+        path.queue(tensors)
 
     def _exec_commit_p2p(self, *args: Any, **kwargs: Any) -> None:
-        self.ds_compress.commit(partial(super()._exec_commit_p2p, *args, **kwargs))
+        path: Any = self.ds_compress.path
+        path.commit(partial(super()._exec_commit_p2p, *args, **kwargs))

@@ -40,17 +40,17 @@ def _around_pass(name: str, kind: type, send: type, instruction: Instruction) ->
 
     def run_pass(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
         session = engine.ds_compress
-        profiler = session.depth.profiler
+        path, profiler = session.path, session.depth.profiler
         with profiler.timed(name, buffer_id) if profiler else _UNTIMED:
-            session.original[kind](engine, buffer_id, *args, **kwargs)
-        lookahead = session.lookahead
-        may_leave = session.is_eager and lookahead.at in lookahead.early
+            path.original[kind](engine, buffer_id, *args, **kwargs)
+        lookahead = path.lookahead
+        may_leave = path.is_eager and lookahead.at in lookahead.early
         if may_leave and is_forward:
             # A shape message that goes DeepSpeed's way goes first, in its own order
             in_order = engine.dynamic_shape or engine.first_output_send
-            may_leave = bool(session.stage.shape_links) or not in_order
+            may_leave = bool(path.stage.shape_links) or not in_order
         if may_leave and lookahead.leaves_early(kind, buffer_id):
-            session.send(instruction, buffer_id, partial(session.original[send], engine, buffer_id))
+            path.send(instruction, buffer_id, partial(path.original[send], engine, buffer_id))
         if not is_forward and session.gradients is not None and session.gradients.early is not None:
             session.gradients.early.end_pass()
 
@@ -61,10 +61,10 @@ def _around_send(kind: type, instruction: Instruction) -> Callable[..., None]:
     """Return what runs instead of DeepSpeed's function for a send instruction."""
 
     def run_send(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
-        session = engine.ds_compress
-        if session.lookahead.at not in session.lookahead.left:
-            send = partial(session.original[kind], engine, buffer_id, *args, **kwargs)
-            session.send(instruction, buffer_id, send)
+        path = engine.ds_compress.path
+        if path.lookahead.at not in path.lookahead.left:
+            send = partial(path.original[kind], engine, buffer_id, *args, **kwargs)
+            path.send(instruction, buffer_id, send)
 
     return run_send
 
@@ -73,11 +73,11 @@ def _around_receive(kind: type, instruction: Instruction) -> Callable[..., None]
     """Return what runs instead of DeepSpeed's function for a receive instruction."""
 
     def run_receive(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
-        session = engine.ds_compress
-        original = session.original[kind]
+        path = engine.ds_compress.path
+        original = path.original[kind]
         copies = getattr(original, "__globals__", None) is not DEEPSPEED  # as `is_deepspeeds`, without a call
         receive = partial(original, engine, buffer_id, *args, **kwargs)
-        session.receive(instruction, buffer_id, receive, copies)
+        path.receive(instruction, buffer_id, receive, copies)
 
     return run_receive
 
@@ -133,7 +133,7 @@ class CompressedEngine(_Engine):
             return next(guard.replayed)
         batch = super()._next_batch()
         if session.stage.wants_samples:
-            loading = session.lookahead.current
+            loading = session.path.lookahead.current
             session.stage.load(batch, loading.kwargs.get("buffer_id") if loading else None)
         if guard.due and batch is not None:
             guard.batches.append(batch)
@@ -168,29 +168,29 @@ class CompressedEngine(_Engine):
 
     def _exec_send_activations(self, buffer_id: int, *args: Any, **kwargs: Any) -> None:
         run = partial(super()._exec_send_activations, buffer_id, *args, **kwargs)
-        self.ds_compress.send(Instruction.SEND_ACTIVATION, buffer_id, run)
+        self.ds_compress.path.send(Instruction.SEND_ACTIVATION, buffer_id, run)
 
     def _exec_send_grads(self, buffer_id: int, *args: Any, **kwargs: Any) -> None:
         run = partial(super()._exec_send_grads, buffer_id, *args, **kwargs)
-        self.ds_compress.send(Instruction.SEND_GRAD, buffer_id, run)
+        self.ds_compress.path.send(Instruction.SEND_GRAD, buffer_id, run)
 
     def _exec_recv_activations(self, buffer_id: int, *args: Any, **kwargs: Any) -> None:
-        original = super()._exec_recv_activations
+        original, path = super()._exec_recv_activations, self.ds_compress.path
         run = partial(original, buffer_id, *args, **kwargs)
-        self.ds_compress.receive(Instruction.RECV_ACTIVATION, buffer_id, run, not is_deepspeeds(original))
+        path.receive(Instruction.RECV_ACTIVATION, buffer_id, run, not is_deepspeeds(original))
 
     def _exec_recv_grads(self, buffer_id: int, *args: Any, **kwargs: Any) -> None:
-        original = super()._exec_recv_grads
+        original, path = super()._exec_recv_grads, self.ds_compress.path
         run = partial(original, buffer_id, *args, **kwargs)
-        self.ds_compress.receive(Instruction.RECV_GRAD, buffer_id, run, not is_deepspeeds(original))
+        path.receive(Instruction.RECV_GRAD, buffer_id, run, not is_deepspeeds(original))
 
     def _send_tensor_meta(self, buffer: Any, *args: Any, **kwargs: Any) -> None:
-        session, stage = self.ds_compress, self.ds_compress.stage
-        boundary = session.boundary_of_shapes(sends=True)
+        path, stage = self.ds_compress.path, self.ds_compress.stage
+        boundary = path.boundary_of_shapes(sends=True)
         tensors = tensors_in(buffer) if stage.is_sending else None
         dependence = written = None
         if tensors is not None:
-            tracking = session.tracking
+            tracking = path.tracking
             if tracking is not None and tracking.has_looked:
                 dependence = tracking.dependence(tensors, boundary.dependence)
             written = 2 + sum(2 + tensor.dim() for tensor in tensors)
@@ -210,7 +210,7 @@ class CompressedEngine(_Engine):
 
     def _recv_tensor_meta(self, *args: Any, **kwargs: Any) -> Any:
         stage = self.ds_compress.stage
-        boundary = self.ds_compress.boundary_of_shapes(sends=False)
+        boundary = self.ds_compress.path.boundary_of_shapes(sends=False)
         message = stage.shape_message()
         with stage.p2p.shape_messages(message):
             buffers = super()._recv_tensor_meta(*args, **kwargs)

@@ -85,7 +85,7 @@ class Change(NamedTuple):
     boundaries: dict[str, Any]
     """As the block has them: {"0": {"forward": {"codec": "bf16"}}}; empty: the part has changed its own."""
 
-    report: Callable[[bool], None]
+    report: Callable[[bool], None] = lambda differs: None
     """Called on rank 0 once the settings hold; its argument: whether any differs from those before."""
 
 
@@ -94,6 +94,9 @@ class RuntimePart:
 
     Every rank calls each of them alike. A part holds neither the engine nor the session.
     """
+
+    key = ""
+    """Name of its state in checkpoints; empty: it has none."""
 
     def begin_step(self, step: Step) -> None:
         """Prepare for a training step."""
@@ -104,3 +107,25 @@ class RuntimePart:
 
     def follow(self) -> None:
         """Use the settings that the config has by now."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, as JSON types, the same on every rank."""
+        return {}
+
+    def own_state(self) -> dict[str, list[float]]:
+        """Return what this rank alone has measured, for a checkpoint: numbers by boundary, or by boundary and
+        direction as in "0/forward"."""
+        return {}
+
+    def resume(self, step: Step, state: Mapping[str, Any], own: Mapping[str, list[float]]) -> Change | None:
+        """Continue from a checkpoint, or begin anew; return the settings that are wanted from then on.
+
+        Args:
+            step: the last one.
+            state: what `state` returned; empty: there is none.
+            own: what all parts of this rank had in `own_state`.
+
+        Raises:
+            CompressionError: the state does not fit.
+        """
+        return None

@@ -209,20 +209,20 @@ class Monitor(RuntimePart):
             for direction, values in directions.items()
         }
 
-    def own_measurements(self) -> dict[str, list[float]]:
-        """Return what the guard judges the next measured step by, for a checkpoint."""
+    def own_state(self) -> dict[str, list[float]]:
+        """Return what the guard judges the next measured step by."""
         return {
             f"{number}/{direction}": [finite(values[name]) for name in LASTING]
             for number, directions in enumerate(self._last[0])
             for direction, values in directions.items()
         }
 
-    def resume(self, own_measurements: Mapping[str, list[float]]) -> None:
-        """Continue with what `own_measurements` returned; it may be empty."""
+    def resume(self, step: Step, state: object, own: Mapping[str, list[float]]) -> None:
         before: list[dict[str, dict[str, float]]] = [{} for _ in range(self.boundaries)]
-        for place, values in own_measurements.items():
+        for place, values in own.items():
             number, _, direction = place.partition("/")
-            before[int(number)][direction] = dict(zip(LASTING, values))
+            if direction:  # the others are not of the monitor
+                before[int(number)][direction] = dict(zip(LASTING, values))
         self._last = before, []
         self._table.clear()  # no step is measured since
 

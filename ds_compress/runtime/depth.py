@@ -7,7 +7,7 @@ again when the number of micro-batches changes, or after a checkpoint was loaded
 depth.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -28,12 +28,15 @@ MEASURED = (2, 3)
 class DepthController(RuntimePart):
     """The depth of the schedules and of the links of one engine."""
 
+    key = "depth"
+
     def __init__(self, link: LinkOptions):
         self.now = 1 if link.depth == "auto" else link.depth
         self._link, self.auto = link, link.depth == "auto"
         self._batches = 0
         self._last = 0  # batch to measure
         self._micro_batches = 0  # of the counted batches
+        self._chosen: dict[str, int] = {}  # the depth, and the pipeline that it was chosen for
         self._profiler: StageProfiler | None = None
         self.profiler: StageProfiler | None = None  # of the batch in progress
 
@@ -89,7 +92,21 @@ class DepthController(RuntimePart):
         if self._profiler is None or self._batches != self._last:
             return None
         profiler, self._profiler = self._profiler, None
-        return self._choose(step.engine, step.stage, profiler.row())
+        change = self._choose(step.engine, step.stage, profiler.row())
+        self._chosen = {"depth": self.now, **_pipeline(step.engine)} if self.auto else {}
+        return change
+
+    def state(self) -> dict[str, Any]:
+        return self._chosen
+
+    def resume(self, step: Step, state: Mapping[str, Any], own: object) -> None:
+        """Go on at the depth of a checkpoint of the same pipeline, or at 1; measure again, as links or memory
+        may have changed."""
+        if self.auto:
+            is_same = _pipeline(step.engine).items() <= state.items()
+            self._chosen = dict(state) if is_same else {}
+            self.set(step.stage, self._chosen.get("depth", 1))
+        self.measure_again()
 
     def measure_again(self) -> None:
         """Measure again in the next batches; until then the depth stays as it is."""
@@ -121,6 +138,10 @@ class DepthController(RuntimePart):
         if engine.global_rank == 0:
             print(format_choice(choice, rows), flush=True)
         return None
+
+
+def _pipeline(engine: Engine) -> dict[str, int]:
+    return {"stages": engine.num_stages, "micro_batches": engine.micro_batches}
 
 
 def _is_ours(engine: Engine, pipe_schedule: Any) -> bool:

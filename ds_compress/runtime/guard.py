@@ -13,6 +13,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from ds_compress.config import DIRECTIONS, Config
 from ds_compress.config.policies import ChannelKey
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Mode
-from ds_compress.message.part import RuntimePart
+from ds_compress.message.part import RuntimePart, Step
 from ds_compress.monitor.limits import LOSSLESS, MessageQuality
 from ds_compress.monitor.metrics import LOSS_COST, label
 
@@ -37,11 +38,15 @@ def is_lossy(codec: Codec) -> bool:
 Replay = Callable[[Mode, int], Sequence[Any]]
 """Evaluates so many of the micro-batches in `Guard.replayed`; returns what the last stage puts out."""
 
+Quality = Callable[[], Mapping[ChannelKey, MessageQuality]]
+
 logger = logging.getLogger("ds_compress")
 
 
 class Guard(RuntimePart):
     """Decides when to compare losses, on which micro-batches, and what follows; on every rank."""
+
+    key = "guard"
 
     def __init__(self, config: Config, rank: int, boundaries: int):
         """Guard a pipeline with this number of `boundaries`."""
@@ -67,25 +72,39 @@ class Guard(RuntimePart):
         plain = all(each.feedbacks["forward"].name == "none" for each in used)
         self._on = plain and any(is_lossy(each.forward) for each in used)
 
-    def begin_batch(self, step: int, count: int = 1) -> None:
-        """Prepare for training step `step`, counted from 1; `count`: micro-batches to compare on."""
+    @contextmanager
+    def batch(self, engine: Any, count: int, quality: Quality, replay: Replay) -> Iterator[None]:
+        """Wrap a training step of `engine`, and check it where that is due; every rank enters it alike.
+
+        Args:
+            count: micro-batches to compare losses on.
+            quality: returns what this replica measured of the step (`Monitor.message_quality`).
+
+        Raises:
+            CompressionError: compression costs more than is allowed, and "action" is "stop".
+        """
+        step = engine.global_steps + 1
         self.due = self._on and not self._loads_itself and self.compares_losses(step)
         self.batches = deque(maxlen=count)
-
-    def end_batch(self, loss: object) -> None:
-        """Forget the micro-batches of the step; `loss`: its mean over all of them, the same on every rank."""
+        yield
+        if self.compares_losses(engine.global_steps):
+            self._check_limits(engine, quality())
+        if self.due:
+            self._check_loss(engine, replay)
         self.due = False
         self.batches.clear()
+        self._note_loss(getattr(engine, "agg_train_loss", None))
+
+    def _note_loss(self, loss: object) -> None:
+        """Remember the first `loss` of training, its mean over a step, the same on every rank."""
         if self._on and self._first_loss is None and torch.is_tensor(loss) and loss.numel() == 1:
             first = abs(float(loss.float()))  # the last stage may have a finer dtype than the others
             self._first_loss = first if math.isfinite(first) else None
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON types, the same on every rank."""
         return {"first_loss": self._first_loss}
 
-    def resume(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state` of a checkpoint; without one the next step is the first."""
+    def resume(self, step: Step, state: Mapping[str, Any], own: object) -> None:
         first = state.get("first_loss")
         self._first_loss = first if type(first) is float and math.isfinite(first) else None
 
@@ -93,12 +112,8 @@ class Guard(RuntimePart):
         """Return whether the guard compares losses after that step."""
         return self._loses and self._options.is_due(step - self._config.warmup_steps)
 
-    def check_loss(self, engine: Any, replay: Replay) -> None:
-        """Compare the loss with compression and without, after a step with `due`; called on every rank.
-
-        Raises:
-            CompressionError: compression costs more than is allowed, and "action" is "stop".
-        """
+    def _check_loss(self, engine: Any, replay: Replay) -> None:
+        """Compare the loss with compression and without, after a step with `due`; every rank calls it."""
         if not self._has_batches(engine):
             self._loads_itself = True
             if self._rank == 0:
@@ -166,15 +181,8 @@ class Guard(RuntimePart):
             logger.warning(line)
             self._has_warned = True
 
-    def check_limits(self, engine: Any, known: Mapping[ChannelKey, MessageQuality]) -> None:
-        """Judge the messages of a step for which `compares_losses` holds, before its loss; on every rank.
-
-        Args:
-            known: what this replica measured (`Monitor.message_quality`).
-
-        Raises:
-            CompressionError: a message of any replica is beyond a limit that ends the run.
-        """
+    def _check_limits(self, engine: Any, known: Mapping[ChannelKey, MessageQuality]) -> None:
+        """Judge what this replica measured of a step for which `compares_losses` holds; on every rank."""
         keys = [(number, direction) for number in range(self._boundaries) for direction in DIRECTIONS]
         rows = [known.get(key, LOSSLESS) for key in keys]
         most = torch.tensor(rows, dtype=torch.float64, device=engine.device)

@@ -2,7 +2,7 @@
 
 In steps where the policy may change something, one collective gathers the signals of all ranks, and every
 rank decides for all boundaries. Other steps need no collective, and nothing waits for a device before a
-decision is due. New settings hold from the next step on (engine/reconfigure.py).
+decision is due. New settings hold from the next step on (`Session.reconfigure`).
 
 Between replicas the owner of a slice adds up its averages, and the norms of these sums are the signals. All
 replicas of a stage change their codec together.
@@ -138,6 +138,8 @@ class Decisions:
 class PolicyController(RuntimePart):
     """Choose the rung of each direction of a boundary by the policy, and resume it from checkpoints."""
 
+    key = "policy"
+
     def __init__(self, config: Config, boundaries: int, device: Any, all_gather: Gather):
         """Find the ladders of `boundaries` boundaries.
 
@@ -189,21 +191,18 @@ class PolicyController(RuntimePart):
         return Change(self._boundaries(changed), lambda differs: print(line, flush=True) if differs else None)
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON types, the same on every rank."""
         return self._decisions.state()
 
-    def own_measurements(self) -> dict[str, list[float]]:
-        """Return the signals of this rank for a checkpoint."""
+    def own_state(self) -> dict[str, list[float]]:
+        """Return the signals of this rank."""
         return self._signals.state()
 
-    def resume(self, state: Mapping[str, Any], own_measurements: Mapping[str, list[float]]) -> None:
-        """Continue from `state` and `own_measurements` of a checkpoint whose settings have been adopted.
-
-        Raises:
-            CompressionError: the state does not fit the policy or the pipeline.
-        """
+    def resume(self, step: Step, state: Mapping[str, Any], own: Mapping[str, list[float]]) -> Change | None:
+        if not state:
+            return Change(self.start(step.engine, step.stage))
         self._decisions.resume(state)
-        self._signals.resume(own_measurements)
+        self._signals.resume({number: norms for number, norms in own.items() if number.isdecimal()})
+        return None
 
     def _decide(self, engine: Trainer) -> dict[ChannelKey, int]:
         """Return the rungs that change."""
@@ -235,6 +234,8 @@ class PolicyController(RuntimePart):
 
 class ReplicaPolicy(RuntimePart):
     """Chooses the codec of gradients between the replicas of each stage, alike on all ranks."""
+
+    key = "replica_policy"
 
     def __init__(
         self,
@@ -300,17 +301,12 @@ class ReplicaPolicy(RuntimePart):
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON types, the same on every rank."""
         return {"policy": self._settings, **self._decisions.state()}
 
-    def resume(self, state: Mapping[str, Any], steps: int) -> None:
-        """Continue from `state` of a checkpoint, or start anew if it is of another policy.
-
-        Raises:
-            CompressionError: the state does not fit the policy or the pipeline.
-        """
+    def resume(self, step: Step, state: Mapping[str, Any], own: object) -> None:
+        """Continue from `state` of a checkpoint, or start anew if it is of another policy."""
         if state.get("policy") != self._settings:
-            self.start(steps)
+            self.start(step.number)
             return
         self._decisions.resume(state)
         self._use()

@@ -201,3 +201,14 @@ def test_a_file_of_release_0_2_is_read(tmp_path):
     entries, old = {"4/upstream/0/lowrank/q": torch.ones(3)}, {"id": "1", "base": None, "eight_bits": {}}
     write(path, entries, version="0.2.0", step=7, settings={}, **old)
     assert StateFile(path).read("4/upstream/0/lowrank/q").tolist() == [1, 1, 1]
+
+
+def test_what_release_0_3_wrote_is_read(saved, tmp_path):
+    """It had the depth in a field of its own, and no state of it."""
+    path = tmp_path / saved[2].name
+    policy = {"rungs": [[0, "backward", 1]], "state": {}}
+    course = {"written": {}, "adopted": {}, "policy": policy, "guard": {"first_loss": 2.0}}
+    path.write_bytes(signed(saved[2], opened(saved[2])[0], schedule=[3, 2, 8], course=course))
+    state = StateFile(path).metadata.state.model_dump(mode="json")
+    assert state["guard"] == {"first_loss": 2.0} and state["depth"] == {}
+    assert state["policy"]["rungs"] == [[0, "backward", 1]]

@@ -237,10 +237,10 @@ def test_the_monitor_knows_both_boundaries(tmp_path):
 
 
 def test_it_keeps_its_schedule_at_any_depth_and_says_so():
-    from ds_compress.engine.dualpipev import DualPipeVSession
+    from ds_compress.engine.dualpipev import DualPipeVPath
 
     block = Config({"link": {"depth": 2}})
-    assert DualPipeVSession.check(block, 3) == 4
+    assert DualPipeVPath.check(block, 3) == 4
     (note,) = block.notes
     assert note == "ds_compress.link.depth: 2 has no effect: DualPipeV has a schedule of its own"
 

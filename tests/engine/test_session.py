@@ -15,7 +15,6 @@ from tests.support.pipeline import batches, build, ds_config
 from tests.support.ranks import run_ranks
 from tests.support.replicas import wide_layers
 
-PARTS = ("monitor", "guard", "policy", "depth", "replica_check", "watchdog")
 SHARED = ("stage", "config")
 """What parts may know of: the traffic that they watch, and the settings in force."""
 
@@ -59,55 +58,58 @@ def reached(start, stops):
     return found
 
 
-def holders(engine):
-    """What of a session reaches the engine."""
+def known(engine):
+    """Which part of a session knows which other one, the session, its message path, or the engine."""
     session = engine.ds_compress
-    others = "engine", "parts"
-    parts = {name: part for name, part in vars(session).items() if name not in others}
-    return {name for name, part in parts.items() if id(engine) in reached(part, [])}
+    names = {id(value): name for name, value in reversed(vars(session).items())}
+    parts = {names.get(id(part), type(part).__name__): part for part in (*session.parts, session.watchdog)}
+    others = {**parts, "session": session, "path": session.path, "engine": engine}
+    stops, found = [*(getattr(session, name) for name in SHARED), *others.values()], set()
+    for name, part in parts.items():
+        objects = reached(part, stops)
+        found |= {(name, other) for other in others if other != name and id(others[other]) in objects}
+    return sorted(parts), found
 
 
 def looked_at(block):
-    """Our attributes of an engine and of its class, and which part reaches which other object."""
+    """Our attributes of an engine and of its class, its parts, and which of them knows which other object."""
     stock, engine, data = build(2, ds_config()), build(2, ds_config(block)), batches()
     stock.train_batch(data)
     ours = []
     for _ in range(3):  # in the middle of the measurements of depth "auto"
         engine.train_batch(data)
         ours.append(sorted(vars(engine).keys() - vars(stock).keys()))
-    session = engine.ds_compress
-    owned = {name: getattr(session, name) for name in PARTS} | {"session": session, "engine": engine}
-    known, shared = [], [getattr(session, name) for name in SHARED]
-    for name in PARTS:
-        found = reached(owned[name], shared)
-        known += [(name, other) for other in owned if other != name and id(owned[other]) in found]
     mro = [each.__name__ for each in type(engine).__mro__]
-    return ours, known, mro[: mro.index("PipelineEngine")], holders(engine)
+    return ours, mro[: mro.index("PipelineEngine")], *known(engine)
 
 
 def test_one_attribute_and_parts_apart():
     """Once eleven private attributes: the guard reached into the reconfiguration, and that one back."""
-    for ours, known, classes, held in run_ranks(2, looked_at, EVERYTHING):
+    for ours, classes, parts, found in run_ranks(2, looked_at, EVERYTHING):
         assert ours == [["ds_compress"]] * 3
-        assert known == []
         assert classes == ["CompressedPipelineEngine", "CompressedEngine"]
-        assert held == set()
+        assert parts == ["depth", "guard", "monitor", "policy", "replica_check", "watchdog"]
+        assert found == set()
 
 
-def held_between_replicas(changes, replicas):
+def known_between_replicas(changes, replicas):
     block = {"replicas": {**REPLICAS, **changes}}
-    return holders(build(1, ds_config(block, replicas=replicas), wide_layers()))
+    return known(build(1, ds_config(block, replicas=replicas), wide_layers()))
+
+
+ACCORDION = {"name": "accordion", "backward": {"bits": [8, 4]}}
 
 
 @pytest.mark.parametrize(
-    "wanted, changes, replicas",
-    [({"gradients", "replicas"}, {}, 2), (set(), {"every": 9, "outer": {}}, 1)],
+    "part, changes, replicas",
+    [("gradients", {"policy": ACCORDION}, 2), ("replicas", {"every": 9, "outer": {}}, 1)],
 )
-def test_one_part_holds_the_engine(wanted, changes, replicas, monkeypatch):
+def test_one_part_holds_the_engine(part, changes, replicas, monkeypatch):
     """DeepSpeed calls it to average: docs/architecture.md said that no part does."""
     monkeypatch.setenv(STORE, "127.0.0.1:9")  # is not connected to before the first step
-    for held in run_ranks(replicas, held_between_replicas, changes, replicas):
-        assert held == wanted
+    for parts, found in run_ranks(replicas, known_between_replicas, changes, replicas):
+        assert part in parts
+        assert found == ({(part, "engine")} if part in HOLDERS else set())
     page = (ROOT / "docs" / "architecture.md").read_text()
     named = re.search(r"One other holds the engine[^:]*: (.*?)\.", page, re.DOTALL).group(1)
     assert re.findall(r"`(\w+)`", named) == list(HOLDERS)

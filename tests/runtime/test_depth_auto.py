@@ -133,7 +133,7 @@ def own_passes():
     """The depth of a program that replaces the instruction for backward passes, on a far link."""
     stage_profile.probe = lambda sender, receiver, first: FAR
     engine, data = build(2, ds_config({"link": AUTO}, **counts(9))), batches()
-    stock = engine.ds_compress.original[BackwardPass]
+    stock = engine.ds_compress.path.original[BackwardPass]
     type(engine)._INSTRUCTION_MAP[BackwardPass] = lambda self, buffer_id: stock(self, buffer_id)
     losses = [engine.train_batch(data).item() for _ in range(5)]
     return losses[-1] < losses[0], engine.ds_compress.depth.now

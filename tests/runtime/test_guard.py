@@ -237,10 +237,10 @@ def test_a_run_near_zero_loss_is_not_stopped(codec, unit):
 def test_a_resumed_run_knows_its_first_loss():
     guard, resumed = (Guard(Config({"forward": FINE}), 0, 1) for _ in range(2))
     for loss in (math.nan, 8.0, 1.0):
-        guard.end_batch(torch.tensor(loss))
-    resumed.resume(json.loads(json.dumps(guard.state())))
+        guard._note_loss(torch.tensor(loss))
+    resumed.resume(None, json.loads(json.dumps(guard.state())), {})
     assert resumed.state() == guard.state() == {"first_loss": 8.0}
-    resumed.resume({"first_loss": "x"})
+    resumed.resume(None, {"first_loss": "x"}, {})
     assert resumed.state() == {"first_loss": None}
 
 
@@ -296,7 +296,7 @@ def due(settings, steps=2000):
     guard = Guard(Config({"min_numel": 0, **settings}), 0, 2)
     found = []
     for step in range(1, steps + 1):
-        guard.begin_batch(step)
+        guard.batch(SimpleNamespace(global_steps=step - 1), 1, dict, None).__enter__()
         if guard.due:
             found.append(step)
     return found

@@ -273,7 +273,7 @@ def scaled(power):
     )
     engine = build(2, config)
     engine.train_batch(batches(dtype=torch.float16))
-    return engine.ds_compress.policy.own_measurements()
+    return engine.ds_compress.policy.own_state()
 
 
 @pytest.mark.extended

@@ -1,0 +1,272 @@
+"""The path of a message: DeepSpeed's instructions send and receive through it, one packet a message."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from deepspeed.runtime.pipe import schedule
+from torch import Tensor
+
+from ds_compress.checkpoint.search import Side
+from ds_compress.config import Config
+from ds_compress.engine.deepspeed import instruction_map, is_deepspeeds, layer_range, loss_scale
+from ds_compress.engine.handshake import SharedWarning
+from ds_compress.engine.intercept import PointToPoint, Receiving, Sending, Specs, is_alike, refuse
+from ds_compress.engine.lookahead import MADE_BY, Lookahead
+from ds_compress.engine.stage import Instruction, Stage, StepContext
+from ds_compress.engine.wiring import wire
+from ds_compress.message.channel import Boundary, Channel
+from ds_compress.message.dependence import DependencyTracker
+from ds_compress.message.layout import as_list, tensors_in
+
+RECEIVED = {
+    Instruction.RECV_ACTIVATION: schedule.RecvActivation,
+    Instruction.RECV_GRAD: schedule.RecvGrad,
+}
+
+
+class MessagePath:
+    """Sends and receives what the instructions of one rank do, posts receives, and looks ahead."""
+
+    own_link: ClassVar[str | None] = None
+    """The name of what moves packets, where link.mode has no effect."""
+
+    def __init__(
+        self,
+        engine: Any,
+        config: Config,
+        p2p: PointToPoint,
+        original: Mapping[type, Callable[..., None]],
+        left_alone: SharedWarning,
+        depth: int,
+    ):
+        """Build the boundaries and links of this rank; every rank of the job calls it.
+
+        Args:
+            engine: DeepSpeed's, already of a class with the mixin.
+            config: prepared.
+            p2p: stands in for DeepSpeed's point-to-point module.
+            original: DeepSpeed's functions, by instruction.
+            left_alone: takes the warning that messages are left to DeepSpeed.
+            depth: of the schedules at first.
+        """
+        self.engine = engine
+        self.config = config
+        self.original = original
+        self._left_alone = left_alone
+        self.lookahead = Lookahead()  # of the schedule in progress, or of none
+        self.is_eager = config.block.link.mode == "eager" and self.own_link is None
+        self.stage = self.connect(p2p, depth)
+        used = {channel.codec.name for b in self.stage.boundaries for channel in b.channels}
+        is_lossy = config.has_policy or config.quality is not None or used - {"none"}
+        follows = is_lossy and config.block.tensors == "large"
+        self.tracking = DependencyTracker(engine.module) if follows else None
+
+    @staticmethod
+    def check(config: Config, stages: int) -> int:
+        """Check that the engine supports `config`; return the boundaries of a pipeline of `stages` ranks.
+
+        Raises:
+            CompressionError: the engine does not support a setting.
+        """
+        config.check_boundaries(stages - 1)
+        return stages - 1
+
+    def connect(self, p2p: PointToPoint, depth: int) -> Stage:
+        """Return this rank's stage, connected with its neighbours by links for
+        schedules of `depth`."""
+        engine, config = self.engine, self.config
+        number, replica = engine.stage_id, engine.grid.get_data_parallel_id()
+        before = Boundary(number - 1, config, replica) if number > 0 else None
+        after = Boundary(number, config, replica) if number < engine.num_stages - 1 else None
+        stage = Stage(config, p2p, before, after)
+        wire(stage, engine, depth)
+        return stage
+
+    def sides(self) -> list[Side]:
+        """Return the sides of boundaries that this rank has, with the layers behind them."""
+        stage, (first, end) = self.stage, layer_range(self.engine.module)
+        before = [Side(stage.before, first, "downstream")] if stage.before else []
+        after = [Side(stage.after, end, "upstream")] if stage.after else []
+        return before + after
+
+    def boundary_of_shapes(self, sends: bool) -> Boundary:
+        """Return the boundary whose shapes DeepSpeed sends, or receives, at present."""
+        boundary = self.stage.after if sends else self.stage.before
+        assert boundary is not None
+        return boundary
+
+    def evaluated_at_least(self) -> int:
+        """Return the least number of micro-batches that the schedule of an evaluation takes."""
+        return 1
+
+    def step_context(self) -> StepContext:
+        """Return what messages from now on have in common."""
+        engine = self.engine
+        training = torch.is_grad_enabled() and engine.module.training
+        masked = engine.has_attention_mask or engine.has_bool_tensors
+        return StepContext(engine.global_steps, training, loss_scale(engine), int(masked))
+
+    def tracked(self) -> DependencyTracker | None:
+        """Return a context for instructions that compute what is sent, as long as a boundary needs it."""
+        ends = (end for (kind, _), end in self.stage.senders.items() if kind is Instruction.SEND_ACTIVATION)
+        is_open = any(end.channel.boundary.dependence is None for end in ends)
+        return self.tracking if is_open else None
+
+    def mark_received(self, tensors: Sequence[Tensor], boundary: Boundary) -> None:
+        """Mark those of a forward message that depend on parameters, while instructions are tracked."""
+        if self.lookahead.tracking and self.tracking and boundary.dependence:
+            self.tracking.mark_received(tensors, boundary.dependence)
+
+    def post_receives(self, training: bool) -> None:
+        """Let messages be received ahead whose shapes are known from the batch before."""
+        engine, stage = self.engine, self.stage
+        if stage.before is not None:
+            stage.post_receives(Instruction.RECV_ACTIVATION, tensors_in(engine.pipe_recv_buf))
+        if stage.after is not None and training and engine.grad_layer is not None:
+            stage.post_receives(Instruction.RECV_GRAD, self._gradients_received())
+
+    def send(self, instruction: Instruction, buffer_id: int, run: "functools.partial[None]") -> None:
+        """Run a send instruction of the engine: what it sends leaves as packets, or is left to DeepSpeed.
+
+        Raises:
+            CompressionError: a message is not like the one announced.
+        """
+        engine, stage, p2p = self.engine, self.stage, self.stage.p2p
+        if not stage.in_schedule:
+            stage.enter_unscheduled(self.step_context())
+        end = stage.senders[instruction, 0]
+        before, forward = end.messages, instruction is Instruction.SEND_ACTIVATION
+        gradients: Specs | None = None
+        if not forward:
+            inputs = engine.pipe_buffers["inputs"][buffer_id]
+            if engine.is_grad_partitioned:
+                gradients = ()  # they are not known
+            elif isinstance(inputs, Tensor):
+                gradients = (inputs,)
+            else:
+                gradients = [tensor for tensor in tensors_in(inputs) or () if tensor.is_floating_point()]
+        sending = Sending(
+            stage=engine.next_stage if forward else engine.prev_stage,
+            channel=end.channel,
+            announced=functools.partial(stage.announced.get, end.channel.boundary.number),
+            gradients=gradients,
+            dispatch=functools.partial(stage.dispatch, instruction, buffer_id),
+            original=p2p.original,
+            is_one_message=forward and is_deepspeeds(run.func),
+        )
+        # an instruction may call another one, the engine's of the same name for example
+        around, p2p.sending = p2p.sending, sending
+        try:
+            run()
+            if sending.message:
+                sending.finish()
+        finally:
+            p2p.sending = around
+        if end.messages == before:
+            self._note_left_alone(end.channel, sending)
+
+    def receive(
+        self, instruction: Instruction, buffer_id: int, run: "functools.partial[None]", copies: bool
+    ) -> None:
+        """Run a receive instruction of the engine; `copies`: see `Receiving`.
+
+        Raises:
+            CompressionError: gradients of another shape than that of the outputs would be received.
+        """
+        engine, stage, p2p = self.engine, self.stage, self.stage.p2p
+        if not stage.in_schedule:
+            stage.enter_unscheduled(self.step_context())
+        end = stage.receivers[instruction, 0]
+        before, forward = end.messages, instruction is Instruction.RECV_ACTIVATION
+        if not forward and is_deepspeeds(run.func):
+            self._check_gradients(buffer_id, end.channel.boundary)
+        receiving = Receiving(
+            stage=engine.prev_stage if forward else engine.next_stage,
+            announced=functools.partial(stage.announced.get, end.channel.boundary.number),
+            gradients=None if forward else self._gradients_received,
+            fetch=functools.partial(stage.fetch, instruction, buffer_id),
+            original=p2p.original,
+            copies=copies,
+        )
+        around, p2p.receiving = p2p.receiving, receiving
+        try:
+            run()
+        finally:
+            p2p.receiving = around
+        if end.messages == before:
+            stage.unused.add(instruction)
+        else:
+            stage.unused.discard(instruction)
+        if forward and self.lookahead.tracking:
+            self.mark_received(as_list(engine.pipe_buffers["inputs"][buffer_id]), end.channel.boundary)
+
+    def _note_left_alone(self, channel: Channel, sending: Sending) -> None:
+        """Warn once that a send instruction sent no message; raise where compression is required."""
+        stage, number, forward = self.stage, channel.boundary.number, sending.gradients is None
+        why = stage.left_because.get(number, "its tensors are not announced")
+        if number in stage.announced:
+            why = "its instruction sends no tensor through deepspeed.runtime.pipe.p2p"
+        # a boundary that is left to DeepSpeed is reported by the sender of activations
+        if forward or (sending.gradients and number in stage.announced):
+            self.config.refuse_if_required(f"{channel.place}: {why}")
+            self._left_alone.log(f"{channel.place}: left to DeepSpeed, uncompressed: {why}")
+
+    def _gradients_received(self) -> Specs:
+        """Return tensors like the gradients that are received next, in the shapes that their sender knows."""
+        layer = self.engine.grad_layer
+        found = (layer,) if torch.is_tensor(layer) else tensors_in(layer)
+        number = self.boundary_of_shapes(sends=True).number
+        announced = [spec for spec in self.stage.announced.get(number, ()) if spec.dtype.is_floating_point]
+        if found is None or (len(found) == len(announced) and all(map(is_alike, found, announced))):
+            return announced
+        return found
+
+    def _check_gradients(self, buffer_id: int, boundary: Boundary) -> None:
+        """Refuse gradients that autograd would: DeepSpeed receives all in the shapes of the first ones."""
+        engine, layer = self.engine, self.engine.grad_layer
+        if layer is None or engine.dynamic_shape or engine.is_pipe_partitioned:
+            return
+        outputs = as_list(engine.pipe_buffers["outputs"][buffer_id])
+        floats = [tensor for tensor in outputs if tensor.is_floating_point()]
+        gradients = as_list(layer)
+        for number, (output, gradient) in enumerate(zip(floats, gradients)):
+            if output.shape != gradient.shape:
+                refuse(boundary.forward, number, output, gradients)
+
+    def may_leave_early(self, send: type) -> bool:
+        """Return whether the send instruction of class `send` does nothing but send its message. Another one
+        than DeepSpeed's own may wait for what its neighbour does later."""
+        boundary = self.stage.after if send is schedule.SendActivation else self.stage.before
+        is_left = boundary is not None and boundary.number in self.stage.left_because
+        is_ours = instruction_map(self.engine)[send] is self.engine._AROUND[send]
+        return not is_left and is_ours and is_deepspeeds(self.original[send])
+
+    @contextmanager
+    def looking_ahead(self, pipe_schedule: Any, depth: int) -> Iterator[dict[Instruction, int]]:
+        """Track the instructions of a schedule of `depth`; yield how many receives to post early."""
+        engine = self.engine
+        tracked = self.tracked if self.tracked() else None
+        in_place = [send for send in MADE_BY if not self.may_leave_early(send)]
+        lookahead = self.lookahead = Lookahead(pipe_schedule, tracked, depth, in_place)
+        if lookahead.plain:
+            pipe_schedule.steps = lookahead.steps
+        try:
+            ahead = self.is_eager and lookahead.receives_ahead(engine.device) and not engine.dynamic_shape
+            yield {key: lookahead.counts[kind] for key, kind in RECEIVED.items()} if ahead else {}
+        finally:
+            self.lookahead = Lookahead()
+            if lookahead.plain:
+                del pipe_schedule.steps
+
+    def describe_link(self, depth: str) -> str:
+        """Return what the start-up line calls the link, by what it did in the schedule in progress, of which
+        `depth` is said."""
+        if not self.is_eager:
+            return self.own_link or "blocking"
+        if self.engine.dynamic_shape and not self.stage.shape_links:
+            return f"eager{depth}, activations in DeepSpeed's order because of dynamic_shape"
+        order = "" if self.lookahead.left else ", but every message in the order of the schedule"
+        return f"eager{depth}{order}"
