@@ -38,6 +38,8 @@ FROM_JSON = Field(strict=False)
 class PolicyRecord(Options):
     """The state of a policy."""
 
+    policy: dict[str, Any] = {}
+    """Its settings; empty up to release 0.3."""
     rungs: list[Annotated[tuple[int, str, int], FROM_JSON]]
     """Boundary, direction and rung."""
     state: dict[str, Any]

@@ -18,10 +18,6 @@ class Trainer(Protocol):
     def global_steps(self) -> int:
         """Return the number of optimizer steps."""
 
-    @property
-    def micro_batches(self) -> int:
-        """Return the number of micro-batches of a step."""
-
     def get_lr(self) -> Sequence[float]:
         """Return the learning rates of the optimizer."""
 
@@ -35,6 +31,7 @@ class Engine(Trainer, Protocol):
     monitor: Any
     pipe_buffers: dict[str, list[Any]]
     device: torch.device
+    micro_batches: int
     stage_id: int
     num_stages: int
     global_rank: int

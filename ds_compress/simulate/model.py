@@ -17,7 +17,7 @@ from ds_compress.errors import CompressionError, shown
 from ds_compress.feedback.aqsgd.sample_ids import SampleIds
 from ds_compress.message.channel import Mode, evaluated
 from ds_compress.message.dependence import DependencyTracker
-from ds_compress.runtime.policy import PolicyController
+from ds_compress.runtime.policy import BoundaryLadders, PolicyController
 from ds_compress.simulate.boundary import SimulatedBoundary
 
 
@@ -36,12 +36,12 @@ class SimulatedTraining:
         """
         self.config = config
         self.global_steps = 0
-        self.micro_batches = boundaries[0].micro_batches
         self._boundaries = boundaries
         self.ends = [end for boundary in boundaries for end in boundary.ends.values()]
         self._lr = lr
         check_lr(config.policy, f"{KEY}.policy", lr)
-        self._policy = PolicyController(config, len(boundaries), "cpu", lambda tensor: [tensor])
+        ladders = BoundaryLadders(config, len(boundaries), "cpu")
+        self._policy = PolicyController("policy", config.policy, ladders, "cpu", lambda tensor: [tensor])
         self._adopt(self._policy.start(self, self))
 
     def get_lr(self) -> Sequence[float]:
@@ -54,7 +54,7 @@ class SimulatedTraining:
 
     def _before_pass(self) -> None:
         first = self._boundaries[0]  # gradients reach it last
-        steps, begun = divmod(first.trained, self.micro_batches)
+        steps, begun = divmod(first.trained, first.micro_batches)
         begins = first.training and torch.is_grad_enabled() and not begun
         if steps > self.global_steps and not begun and (begins or first.is_answered):
             self.global_steps = steps

@@ -13,7 +13,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.replicas.exchange import Exchange, Replicas, Transfer
 from ds_compress.replicas.factors import build_exchange, compressed_parameters
 from ds_compress.replicas.slices import Gradient
-from ds_compress.runtime.policy import ReplicaPolicy
+from ds_compress.runtime.policy import PolicyController, ReplicaLadders
 from ds_compress.simulate.model import check_lr
 
 
@@ -56,7 +56,7 @@ class SimulatedReplicas:
         self._warmup_steps = options.warmup_steps if options is not None else 0
         self._count = count
         self._collected: list[dict[int, Tensor]] = []
-        self.steps = 0
+        self.global_steps = 0
         self.exchanges: list[Exchange] = []
         """One per replica, with its counters and residuals; empty if nothing is compressed."""
         self.compressed = set[int]()
@@ -71,8 +71,13 @@ class SimulatedReplicas:
         self._policy = None
         if self.exchanges and config.replica_ladder:
             check_lr(config.replica_policy, f"{KEY}.replicas.policy", lr)
-            self._policy = ReplicaPolicy(config, self.exchanges, 1, "cpu", lambda tensor: [tensor])
-            self._policy.start(0)
+            policy, ladders = config.replica_policy, ReplicaLadders(config, self.exchanges, 1)
+            self._policy = PolicyController("", policy, ladders, "cpu", lambda tensor: [tensor])
+            self._policy.start(self, None)
+
+    def get_lr(self) -> Sequence[float]:
+        """Return the learning rates of the optimizer."""
+        return self._lr() if self._lr is not None else ()
 
     def collect(self) -> None:
         """Take the gradients that the next replica has computed; the parameters are left without."""
@@ -97,7 +102,7 @@ class SimulatedReplicas:
                 "after the backward pass of each"
             )
         collected, self._collected = self._collected, []
-        compresses = self.steps >= self._warmup_steps
+        compresses = self.global_steps >= self._warmup_steps
         large = [number for number in self._parameters if compresses and number in self.compressed]
         if large:
             gradients = [[Gradient(n, own[n].view(-1)) for n in large] for own in collected]
@@ -109,19 +114,17 @@ class SimulatedReplicas:
                     first += other
                 first *= 1 / self._count
             parameter.grad = first
-        self.steps += 1
-        if self._policy is not None:
-            lr = self._lr() if self._lr is not None else ()
-            line = self._policy.decide(self.steps, lr)
-            if line:
-                print(line, flush=True)
+        self.global_steps += 1
+        change = self._policy.decide(self) if self._policy is not None else None
+        if change is not None:
+            change.report(True)
 
     def _exchange(self, gradients: Sequence[Sequence[Gradient]]) -> None:
         """Average `gradients` of each replica in place."""
         factor = 1 / self._count
         with torch.no_grad():
             rounds = [
-                exchange.rounds(own, factor, 1.0, self.steps)
+                exchange.rounds(own, factor, 1.0, self.global_steps)
                 for exchange, own in zip(self.exchanges, gradients)
             ]
             transfers = [next(each) for each in rounds]

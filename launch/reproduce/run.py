@@ -177,7 +177,8 @@ def traffic_columns(sent: list[Traffic]) -> Row:
 def replica_columns(replicas: SimulatedReplicas, stages: nn.Module, count: int) -> Row:
     """Return the bytes that a replica sent the others in training, small parameters included."""
     exact = sum(p.numel() for n, p in enumerate(stages.parameters()) if n not in replicas.compressed)
-    exact_bytes = replicas.steps * 2 * (count - 1) * exact * (BITS // 8) // count  # of a ring's all-reduce
+    steps = replicas.global_steps
+    exact_bytes = steps * 2 * (count - 1) * exact * (BITS // 8) // count  # of a ring's all-reduce
     sent = [each.sent for each in replicas.exchanges[:1]]
     return {
         "replica_raw_bytes": exact_bytes + sum(each.raw_bytes for each in sent),

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import distributed as dist
 from ds_compress.config.policies.base import POLICIES as REGISTRY
 from ds_compress.config.policies.base import LadderOptions, Policy
 from ds_compress.errors import CompressionError
-from ds_compress.runtime.policy import Signals
+from ds_compress.runtime.policy import PolicyController
 from ds_compress.simulate import evaluating, simulate
 from tests.checkpoint.damaged_files import opened, signed
 from tests.support.pipeline import (
@@ -153,16 +154,17 @@ def test_a_rewritten_state_of_the_policy_starts_again(how, saved, tmp_path):
 def lie():
     """Every rank measures other numbers than it should, and than all others."""
     generator = torch.Generator().manual_seed(dist.get_rank())
-    stock = Signals.gather
+    stock = PolicyController._gather
 
-    def gather(self, lr, *args):
+    def gather(self, engine):
         def wrong(value):
             return value * torch.rand(value.shape, generator=generator)
 
-        self._norms = {number: wrong(noted) for number, noted in self._norms.items()}
-        return stock(self, lr * wrong(torch.ones(())).item(), *args)
+        target, factor = self._target, wrong(torch.ones(())).item()
+        target._norms = {number: wrong(noted) for number, noted in target._norms.items()}
+        return stock(self, SimpleNamespace(get_lr=lambda: [factor * lr for lr in engine.get_lr()]))
 
-    Signals.gather = gather
+    PolicyController._gather = gather
 
 
 def test_signals_that_differ_cannot_make_the_ends_disagree():
