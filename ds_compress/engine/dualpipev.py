@@ -33,6 +33,7 @@ from ds_compress.engine.stage import Instruction, Stage
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary, Channel
 from ds_compress.transport.p2p import PeerTimeout, Receiver, Sender
+from ds_compress.transport.packet import Packet
 from ds_compress.transport.streams import CodecStream
 
 Queue = Callable[[Callable[..., Any], list[Tensor]], None]
@@ -49,11 +50,8 @@ class QueuedSender(Sender):
         super().__init__(peer, device)
         self._queue = queue
 
-    def memory(self, nbytes: int) -> Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-
-    def send(self, packet: Tensor) -> None:
-        self._queue(dist.isend, [packet])
+    def send(self, packet: Packet) -> None:
+        self._queue(dist.isend, [packet.memory])
 
 
 class QueuedReceiver(Receiver):
@@ -67,16 +65,16 @@ class QueuedReceiver(Receiver):
         super().__init__(peer, device)
         self._queue = queue
         self._launch = launch
-        self._queued: deque[Tensor] = deque()
+        self._queued: deque[Packet] = deque()
 
     def expect(self, nbytes: int, count: int) -> None:
         for _ in range(count):
             # of its own: what is sent uncompressed is used in place until the backward pass
-            packet = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            packet = self._empty(nbytes)
             self._queued.append(packet)
-            self._queue(dist.irecv, [packet])
+            self._queue(dist.irecv, [packet.memory])
 
-    def receive(self, nbytes: int) -> Tensor:
+    def receive(self, nbytes: int) -> Packet:
         self._launch()
         return self._queued.popleft()
 

@@ -102,11 +102,13 @@ class ShapeLinks:
 
     def send(self, tensor: Tensor, *where: Any) -> None:
         assert self._sender is not None
-        self._sender.send(self._sender.memory(tensor.nbytes).copy_(tensor.view(torch.uint8)))
+        packet = self._sender.memory(tensor.nbytes)
+        packet.memory.copy_(tensor.view(torch.uint8))
+        self._sender.send(packet)
 
     def recv(self, tensor: Tensor, *where: Any) -> None:
         assert self._receiver is not None
-        tensor.view(torch.uint8).copy_(self._receiver.receive(tensor.nbytes))
+        tensor.view(torch.uint8).copy_(self._receiver.receive(tensor.nbytes).memory)
 
     def drain(self) -> None:
         """Return when everything sent has left this process."""

@@ -27,6 +27,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.kernels.memory import retain_freed_memory
 from ds_compress.message.layout import Counters, Encoded, MessageLayout, explain, find_exemptions
 from ds_compress.message.packet import PacketLayout
+from ds_compress.transport.packet import Packet
 
 Mode = Literal["compressed", "uncompressed"]
 """How messages of an evaluation are sent."""
@@ -99,13 +100,13 @@ class Channel:
         self,
         tensors: Sequence[Tensor],
         message_id: MessageId,
-        memory: Callable[[int], Tensor] | None = None,
+        memory: Callable[[int], Packet] | None = None,
     ) -> Encoded:
         """Encode `tensors` to a packet, and count it as sent.
 
         Args:
             tensors: what DeepSpeed sends in one instruction, in its order; not modified.
-            memory: gives uint8 memory of so many bytes for the packet; newly allocated when absent.
+            memory: gives a packet of so many bytes to write to; newly allocated when absent.
         """
         message = self.layout_of(tensors, message_id)
         layout = message.packet
@@ -136,10 +137,10 @@ class Channel:
 
     def decode(
         self,
-        packet: Tensor,
+        packet: Packet,
         message: MessageLayout,
         message_id: MessageId,
-        fetch: Callable[[int], Tensor | None] | None = None,
+        fetch: Callable[[int], Packet | None] | None = None,
     ) -> list[Tensor]:
         """Return the tensors in `packet`, with the message's specs; uncompressed ones are views of
         the packet.
@@ -151,7 +152,7 @@ class Channel:
             CompressionError: the packet is not the expected message.
         """
         layout = message.packet
-        if packet.is_cpu or message.headers_left > 0 or layout.has_checksum:
+        if packet.memory.is_cpu or message.headers_left > 0 or layout.has_checksum:
             message.headers_left -= 1
             layout.check(packet, message_id)
         views = layout.views(packet)
@@ -186,7 +187,7 @@ class Channel:
                 for observer in observers:
                     observer.observe(tensor.detach(), ctx)
 
-    def _extra_packet(self, extra: list[Tensor], message_id: MessageId) -> Tensor:
+    def _extra_packet(self, extra: list[Tensor], message_id: MessageId) -> Packet:
         layout = self._extra_layout(tuple((tuple(part.shape), part.dtype) for part in extra))
         packet = layout.allocate(extra[0].device)
         layout.write(packet, message_id, tuple(extra))
@@ -197,7 +198,7 @@ class Channel:
         parts: list[tuple[Tensor, ...]],
         message: MessageLayout,
         message_id: MessageId,
-        fetch: Callable[[int], Tensor | None] | None,
+        fetch: Callable[[int], Packet | None] | None,
     ) -> list[tuple[Tensor, ...]]:
         """Return `parts` of each tensor, with those that came in an extra packet."""
         extras = [

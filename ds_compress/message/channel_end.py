@@ -12,6 +12,7 @@ from ds_compress.message.channel import Channel
 from ds_compress.message.layout import MessageLayout
 from ds_compress.message.observer import UNTIMED, Observer, SeenMessage
 from ds_compress.transport.p2p import Receiver, Sender
+from ds_compress.transport.packet import Packet
 from ds_compress.transport.streams import CodecStream
 
 Link = TypeVar("Link", Sender, Receiver)
@@ -65,9 +66,11 @@ class SendingEnd(ChannelEnd[Sender]):
         for observer in self.observers:
             observer.after(message)
         if encoded.extra is not None:
-            self.extra_link.send(self.extra_link.memory(encoded.extra.numel()).copy_(encoded.extra))
+            extra = self.extra_link.memory(encoded.extra.nbytes)
+            extra.memory.copy_(encoded.extra.memory)
+            self.extra_link.send(extra)
 
-    def _timed_memory(self, nbytes: int) -> Tensor:
+    def _timed_memory(self, nbytes: int) -> Packet:
         with self.timed("memory"):
             return self.link.memory(nbytes)
 

@@ -15,6 +15,7 @@ from ds_compress.config import KEY, Block
 from ds_compress.errors import CompressionError, in_one_line, shown
 from ds_compress.kernels.memory import is_out_of_memory
 from ds_compress.message.packet import PacketLayout
+from ds_compress.transport.packet import Packet
 
 HEADERS_CHECKED = 4
 """Number of packets of a layout whose header is read on a GPU, where reading synchronises with the host."""
@@ -108,9 +109,13 @@ class MessageLayout:
 class Encoded(NamedTuple):
     """What a channel made of a message."""
 
-    packet: Tensor
-    extra: Tensor | None  # an extra packet that has to follow
+    packet: Packet
+    extra: Packet | None  # an extra packet that has to follow
     layout: MessageLayout
+
+    @property
+    def nbytes(self) -> int:
+        return self.packet.nbytes + (self.extra.nbytes if self.extra is not None else 0)
 
 
 @dataclass
@@ -135,9 +140,7 @@ class Counters:
         self.samples += len(known)
         self.returned += sum(known)
         self.raw_bytes += encoded.layout.raw_bytes
-        self.wire_bytes += encoded.packet.numel()
-        if encoded.extra is not None:
-            self.wire_bytes += encoded.extra.numel()
+        self.wire_bytes += encoded.nbytes
         self.latest = encoded.layout
 
 

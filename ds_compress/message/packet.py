@@ -31,6 +31,7 @@ from torch import Tensor
 
 from ds_compress.codec import Layout, MessageId, fill
 from ds_compress.errors import CompressionError
+from ds_compress.transport.packet import Packet
 
 MAGIC = b"DSCP"
 VERSION = 3
@@ -99,33 +100,30 @@ class PacketLayout:
         identity = repr((VERSION, parts, settings))
         self.fingerprint = hashlib.blake2b(identity.encode(), digest_size=8).digest()
 
-    def allocate(self, device: torch.device) -> Tensor:
-        """Allocate a zeroed packet, uint8 of `nbytes`; zeroed so that the gaps are the same on every run."""
-        return torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+    def allocate(self, device: torch.device) -> Packet:
+        """Allocate a packet of zeros, so that the gaps are the same on every run."""
+        return Packet(torch.zeros(self.nbytes, dtype=torch.uint8, device=device))
 
-    def views(self, packet: Tensor) -> tuple[Tensor, ...]:
+    def views(self, packet: Packet) -> tuple[Tensor, ...]:
         """Return the payload tensors inside `packet`, without a copy.
 
         Raises:
             CompressionError: the packet has another size.
         """
-        if packet.numel() != self.nbytes:
-            raise CompressionError(f"packet: {packet.numel()} bytes came, expected {self.nbytes}")
-        layout, views = packet.__dict__.get(_VIEWS, (None, ()))
-        if layout is self:
-            return views
-        made, memory = list[Tensor](), _memory(packet)
-        wide = {torch.uint8: memory}
+        if packet.layout is self:
+            return packet.views
+        if packet.nbytes != self.nbytes:
+            raise CompressionError(f"packet: {packet.nbytes} bytes came, expected {self.nbytes}")
+        made, wide = list[Tensor](), {torch.uint8: packet.memory}
         for dtype, shape, strides, start in self._places:
             whole = wide.get(dtype)
             if whole is None:
-                whole = wide[dtype] = memory.view(dtype)
+                whole = wide[dtype] = packet.memory.view(dtype)
             made.append(whole.as_strided(shape, strides, whole.storage_offset() + start))
-        views = tuple(made)
-        packet.__dict__[_VIEWS] = self, views
-        return views
+        packet.layout, packet.views = self, tuple(made)
+        return packet.views
 
-    def write(self, packet: Tensor, message_id: MessageId, parts: tuple[Tensor, ...]) -> None:
+    def write(self, packet: Packet, message_id: MessageId, parts: tuple[Tensor, ...]) -> None:
         """Fill `packet` with the header and the payload tensors, which must match the layout.
 
         Raises:
@@ -134,15 +132,18 @@ class PacketLayout:
         fill(self.views(packet), parts)
         self.write_header(packet, message_id)
 
-    def write_header(self, packet: Tensor, message_id: MessageId) -> None:
+    def write_header(self, packet: Packet, message_id: MessageId) -> None:
         """Write the header of `message_id` in front of a packet whose body is complete."""
-        data, front = self._header(packet, message_id), packet.__dict__.get(_FRONT)
-        if front is None:
-            _write(packet, data)
-        else:
-            front[:] = data
+        data, memory = self._header(packet, message_id), packet.memory
+        if packet.bytes is not None:
+            packet.bytes[:HEADER_SIZE] = data
+            return
+        start = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if memory.is_cuda:  # from pageable memory the host would wait for the copy
+            start = start.pin_memory()
+        memory[:HEADER_SIZE].copy_(start, non_blocking=True)
 
-    def check(self, packet: Tensor, message_id: MessageId, place: str = "boundary") -> None:
+    def check(self, packet: Packet, message_id: MessageId, place: str = "boundary") -> None:
         """Refuse `packet` unless it is the message `message_id`.
 
         Args:
@@ -151,10 +152,12 @@ class PacketLayout:
         Raises:
             CompressionError: naming the first field that differs, what came and what was expected.
         """
-        expected = self._header(packet, message_id)
-        if packet.__dict__.get(_FRONT) == expected or (data := _front(packet).tobytes()) == expected:
+        expected, data = self._header(packet, message_id), packet.bytes
+        if data is None:  # a copy, for which the host waits
+            data = packet.memory[:HEADER_SIZE].cpu().numpy().data
+        if data[:HEADER_SIZE] == expected:
             return
-        came, wanted = Header.unpack(data), Header.unpack(expected)
+        came, wanted = Header.unpack(data.tobytes()), Header.unpack(expected)
         number = f"step {message_id.step}, micro-batch {message_id.micro_batch}"
         where = f"packet for {place} {message_id.boundary}, {message_id.direction}, {number}"
         for name in ("boundary", "direction", "training", "step", "micro_batch", "nbytes", "fingerprint"):
@@ -166,47 +169,12 @@ class PacketLayout:
             raise CompressionError(f"{where}: its checksum is another: it was damaged on its way")
         raise CompressionError(f"{where}: the header has unknown bits set")
 
-    def _header(self, packet: Tensor, message_id: MessageId) -> bytes:
+    def _header(self, packet: Packet, message_id: MessageId) -> bytes:
         """Return the header of `message_id`, with the checksum of the body of `packet` if there is one."""
         flags, boundary = _FLAGS[message_id.direction, message_id.training], message_id.boundary
         step, number = message_id.step % 2**32, message_id.micro_batch
-        checksum = _checksum(packet) if self.has_checksum else 0
+        checksum = zlib.crc32(packet.memory[HEADER_SIZE:].cpu().numpy().data) if self.has_checksum else 0
         return _PACK(flags, boundary, step, number, self.fingerprint, checksum, self._units)
-
-
-# Views and header are made once for the memory of a packet, which links use again, and kept as attributes of
-# the tensor: each operation of torch costs as much as a thousand values.
-_VIEWS, _FRONT = "ds_compress_views", "ds_compress_front"
-
-
-def _memory(packet: Tensor) -> Tensor:
-    """Return another tensor of its memory: views of that do not refer to `packet`, which keeps them."""
-    return packet.detach()
-
-
-def _front(packet: Tensor) -> memoryview:
-    """Return the bytes of the header of a packet; on a device a copy of them, for which the host waits."""
-    if not packet.is_cpu:
-        return packet[:HEADER_SIZE].cpu().numpy().data
-    front: memoryview | None = packet.__dict__.get(_FRONT)
-    if front is None:
-        front = packet.__dict__[_FRONT] = _memory(packet).numpy().data[:HEADER_SIZE]
-    return front
-
-
-def _write(packet: Tensor, data: bytes) -> None:
-    if packet.is_cpu:
-        _front(packet)[:] = data
-        return
-    start = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    if packet.is_cuda:  # from pageable memory the host would wait for the copy
-        start = start.pin_memory()
-    packet[:HEADER_SIZE].copy_(start, non_blocking=True)
-
-
-def _checksum(packet: Tensor) -> int:
-    """Compute the CRC-32 of the body; a packet on a device is copied to the host."""
-    return zlib.crc32(packet[HEADER_SIZE:].cpu().numpy().data)
 
 
 def _shown(value: object) -> object:

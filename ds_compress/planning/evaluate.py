@@ -152,14 +152,14 @@ def _measure(
     sender, receiver = (getattr(end, direction) for end in ends)
     message_id = sender.message_id(step, 0)
     start = clock.mark()
-    packet, extra, message = sender.encode(tensors, message_id)
-    middle = clock.mark()
-    decoded = receiver.decode(packet, message, message_id, lambda nbytes: extra)
+    encoded = sender.encode(tensors, message_id)
+    message, middle = encoded.layout, clock.mark()
+    decoded = receiver.decode(encoded.packet, message, message_id, lambda nbytes: encoded.extra)
     end = clock.mark()
     sent, arrived = message.compressed_of(tensors), message.compressed_of(decoded)
     error, token_error = _errors(sender.codec, sent, arrived, direction)
     measured = {
-        "bytes": float(packet.numel() + (extra.numel() if extra is not None else 0)),
+        "bytes": float(encoded.nbytes),
         "encode": clock.ms(start, middle) / 1e3,
         "decode": clock.ms(middle, end) / 1e3,
         "error": error,

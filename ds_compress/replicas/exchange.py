@@ -46,7 +46,7 @@ class HasSize(Protocol):
     def nbytes(self) -> int: ...
 
 
-Packet = TypeVar("Packet", bound=HasSize)
+Item = TypeVar("Item", bound=HasSize)
 
 
 class _Sent(NamedTuple):
@@ -348,7 +348,7 @@ def replica_failures() -> Iterator[None]:
         raise CompressionError(f"gradients between replicas: {in_one_line(error)}") from None
 
 
-def cut(packets: Tensor, plan: Iterable[Packet]) -> Iterator[tuple[Packet, Tensor]]:
+def cut(packets: Tensor, plan: Iterable[Item]) -> Iterator[tuple[Item, Tensor]]:
     """Yield each item of `plan` with its packet; `packets` contains them in the order of `plan`."""
     offset = 0
     for sent in plan:

@@ -24,6 +24,7 @@ from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.numerics import is_readable
 from ds_compress.message.layout import explain
 from ds_compress.message.packet import PacketLayout
+from ds_compress.transport.packet import Packet
 
 ALIGNMENT = 256
 """Equal slices have a multiple of so many values: whole groups of codecs, so that few groups are padded."""
@@ -154,10 +155,10 @@ class SliceCodec:
             self._layouts[spec, rows] = layout
         return self._layouts[spec, rows]
 
-    def encode(self, own: Slice, x: Tensor, packet: Tensor, half: str, step: int, sender: int) -> None:
-        """Encode `x`, values of the slice `own`, into `packet`, and update the residual of `half`."""
+    def encode(self, own: Slice, x: Tensor, memory: Tensor, half: str, step: int, sender: int) -> None:
+        """Encode `x`, values of the slice `own`, as a packet in `memory`; update the residual of `half`."""
         layout, message_id, rows = self.layout(own), self._message_id(own, half, step), self._rows(own)
-        views = layout.views(packet)
+        views = layout.views(packet := Packet(memory))
         payload = views if rows is None else views[:-1]
         zero = None if rows is None else self._zero_rows(own, rows, x, half)
         fill(payload, self.codec.encode_into(x, self._context(message_id, sender, own.memory), payload))
@@ -169,14 +170,15 @@ class SliceCodec:
                     residual.masked_fill_(values, 0)
         layout.write_header(packet, message_id)
 
-    def decode(self, own: Slice, packet: Tensor, half: str, step: int, sender: int) -> Tensor:
-        """Decode `packet`, which replica `sender` made of the slice `own`.
+    def decode(self, own: Slice, memory: Tensor, half: str, step: int, sender: int) -> Tensor:
+        """Decode the packet in `memory`, which replica `sender` made of the slice `own`.
 
         Raises:
-            CompressionError: `packet` is found to be of another slice, step or half, or damaged.
+            CompressionError: it is found to be of another slice, step or half, or damaged.
         """
         layout, message_id, rows = self.layout(own), self._message_id(own, half, step), self._rows(own)
-        if packet.is_cpu or self._has_checksum:  # else the host would wait for the device
+        packet = Packet(memory)
+        if memory.is_cpu or self._has_checksum:  # else the host would wait for the device
             with errors_at(f"{self._content} from replica {sender}"):
                 layout.check(packet, message_id, "slice")
         views = layout.views(packet)
@@ -189,7 +191,7 @@ class SliceCodec:
             raise
         if rows is None:
             return values
-        zero = kernels(packet.device).unpack_bits(views[-1], rows.touched)
+        zero = kernels(memory.device).unpack_bits(views[-1], rows.touched)
         if is_readable(zero) and not zero.any():
             return values
         return values.masked_fill_(rows.spread(zero, values.numel()), 0)

@@ -20,12 +20,12 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import DistError, Work
 
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.memory import is_out_of_memory
+from ds_compress.transport.packet import Packet
 from ds_compress.transport.staging import Staged, receives_hold_device, transport_for
 
 
@@ -130,16 +130,18 @@ class Sender(Endpoint):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._free: list[Tensor] = []
+        self._free: list[Packet] = []
 
-    def memory(self, nbytes: int) -> Tensor:
-        """Return uint8 memory for a packet that no transfer uses; zeroed when new."""
-        if self._free and self._free[-1].numel() != nbytes:
+    def memory(self, nbytes: int) -> Packet:
+        """Return a packet of so many bytes that no transfer uses; zeros when new."""
+        if self._free and self._free[-1].nbytes != nbytes:
             # Not kept by size: a codec of variable size would fill the machine with packets
             self._free.clear()
-        return self._free.pop() if self._free else torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        if self._free:
+            return self._free.pop()
+        return Packet(torch.zeros(nbytes, dtype=torch.uint8, device=self.device))
 
-    def send(self, packet: Tensor) -> None:
+    def send(self, packet: Packet) -> None:
         """Send `packet`, which came from `memory`."""
         self.timeout.wait(self._isend(packet), self.peer, self.device)
         self._free.append(packet)
@@ -150,9 +152,9 @@ class Sender(Endpoint):
     def drain(self) -> None:
         """Return when everything sent has left this process."""
 
-    def _isend(self, packet: Tensor) -> Work | Staged:
+    def _isend(self, packet: Packet) -> Work | Staged:
         try:
-            return self._transport.isend(packet, self.peer, group=self.group)
+            return self._transport.isend(packet.memory, self.peer, group=self.group)
         except RuntimeError as error:
             self.timeout.raise_for_peer(error, self.peer)
 
@@ -162,21 +164,24 @@ class Receiver(Endpoint):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._packet: Tensor | None = None
+        self._packet: Packet | None = None
 
     def expect(self, nbytes: int, count: int) -> None:
         """Announce that the next `count` packets have `nbytes` each."""
 
-    def receive(self, nbytes: int) -> Tensor:
+    def receive(self, nbytes: int) -> Packet:
         """Return the next packet; the next call overwrites it."""
-        if self._packet is None or self._packet.numel() != nbytes:
-            self._packet = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        if self._packet is None or self._packet.nbytes != nbytes:
+            self._packet = self._empty(nbytes)
         self.timeout.wait(self._irecv(self._packet), self.peer, self.device)
         return self._packet
 
-    def _irecv(self, memory: Tensor) -> Work | Staged:
+    def _empty(self, nbytes: int) -> Packet:
+        return Packet(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
+
+    def _irecv(self, packet: Packet) -> Work | Staged:
         try:
-            return self._transport.irecv(memory, self.peer, group=self.group)
+            return self._transport.irecv(packet.memory, self.peer, group=self.group)
         except RuntimeError as error:
             self.timeout.raise_for_peer(error, self.peer)
 
@@ -186,26 +191,22 @@ class EagerSender(Sender):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._in_flight: deque[tuple[Tensor, Work | Staged]] = deque()
+        self._in_flight: deque[tuple[Packet, Work | Staged]] = deque()
         self.set_depth(self.depth)
 
     def set_depth(self, depth: int) -> None:
         super().set_depth(depth)
         self._most = packets_in_flight(depth)
 
-    def memory(self, nbytes: int) -> Tensor:
+    def memory(self, nbytes: int) -> Packet:
         # Counted, not polled: gloo's is_completed() stays False until someone waits
         while len(self._in_flight) >= self._most:
             self._release()
         free = self._free
-        return free.pop() if free and free[-1].numel() == nbytes else super().memory(nbytes)
+        return free.pop() if free and free[-1].nbytes == nbytes else super().memory(nbytes)
 
-    def send(self, packet: Tensor) -> None:
-        try:
-            work = self._transport.isend(packet, self.peer, group=self.group)
-        except RuntimeError as error:
-            self.timeout.raise_for_peer(error, self.peer)
-        self._in_flight.append((packet, work))
+    def send(self, packet: Packet) -> None:
+        self._in_flight.append((packet, self._isend(packet)))
 
     def drain(self) -> None:
         while self._in_flight:
@@ -228,9 +229,9 @@ class EagerReceiver(Receiver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._posted: deque[tuple[Tensor, Work | Staged]] = deque()
-        self._memory: list[Tensor] = []
-        self._in_use: Tensor | None = None
+        self._posted: deque[tuple[Packet, Work | Staged]] = deque()
+        self._memory: list[Packet] = []
+        self._in_use: Packet | None = None
         self._to_post = 0
         self._at_once = not receives_hold_device(self.device)
 
@@ -242,14 +243,14 @@ class EagerReceiver(Receiver):
                 "before this one was interrupted; restart all ranks"
             )
         ahead = posted_ahead(self.depth)
-        if len(self._memory) != ahead or self._memory[0].numel() != nbytes:
-            self._memory = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(ahead)]
+        if len(self._memory) != ahead or self._memory[0].nbytes != nbytes:
+            self._memory = [self._empty(nbytes) for _ in range(ahead)]
         self._in_use = None
         self._to_post = count
         if self._at_once:
             self._post_all()
 
-    def receive(self, nbytes: int) -> Tensor:
+    def receive(self, nbytes: int) -> Packet:
         if self._in_use is not None:
             self._post(self._in_use)
         elif not self._posted:
@@ -261,13 +262,13 @@ class EagerReceiver(Receiver):
         return self._in_use
 
     def _post_all(self) -> None:
-        for memory in self._memory:
-            self._post(memory)
+        for packet in self._memory:
+            self._post(packet)
 
-    def _post(self, memory: Tensor) -> None:
+    def _post(self, packet: Packet) -> None:
         if self._to_post:
             self._to_post -= 1
-            self._posted.append((memory, self._irecv(memory)))
+            self._posted.append((packet, self._irecv(packet)))
 
 
 def is_connection_lost(error: BaseException | None) -> bool:

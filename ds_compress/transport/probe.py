@@ -119,21 +119,21 @@ def _round(sender: Sender, receiver: Receiver, count: int) -> float:
     started = time.perf_counter()
     _ask(sender, count)
     for _ in range(packets):
-        packet = receiver.receive(nbytes)
-        if packet.device.type != "cpu":
-            torch.get_device_module(packet.device).synchronize(packet.device)
+        receiver.receive(nbytes)
+        if receiver.device.type != "cpu":
+            torch.get_device_module(receiver.device).synchronize(receiver.device)
     return time.perf_counter() - started
 
 
 def _ask(sender: Sender, count: int) -> None:
     packet = sender.memory(PING_BYTES)
-    packet.view(torch.int64).fill_(count)
+    packet.memory.view(torch.int64).fill_(count)
     sender.send(packet)
 
 
 def _answer(sender: Sender, receiver: Receiver) -> None:
     """Send as many packets as the other side requests, until it requests a negative number."""
-    while (count := int(receiver.receive(PING_BYTES).view(torch.int64)[0])) >= 0:
+    while (count := int(receiver.receive(PING_BYTES).memory.view(torch.int64)[0])) >= 0:
         for _ in range(count or 1):
             sender.send(sender.memory(PACKET_BYTES if count else PING_BYTES))
         sender.drain()

@@ -81,8 +81,8 @@ def encode_and_decode_messages(
     # a backward message takes away what the forward one left: copies of the channels keep it for the next
     return Method(
         name,
-        lambda x: (sender.as_receiver().encode([x], message_id, lambda nbytes: packet).packet,),
-        lambda parts: receiver.as_receiver().decode(*parts, layout, message_id)[0],
+        lambda x: (sender.as_receiver().encode([x], message_id, lambda nbytes: packet).packet.memory,),
+        lambda _: receiver.as_receiver().decode(packet, layout, message_id)[0],
         goal,
     )
 

@@ -234,11 +234,11 @@ def wire_bytes(block, messages, shape=(8, 64, 128)):
         upstream.sample_ids[0] = ids(*numbers)
         x = (torch.randn(shape),)
         before = upstream.forward.sent.wire_bytes
-        packet, rest, _ = upstream.forward.encode(x, message_id)
+        encoded = upstream.forward.encode(x, message_id)
         expected = downstream.forward.layout_of(x, message_id)
-        downstream.forward.decode(packet, expected, message_id, lambda nbytes: rest)
+        downstream.forward.decode(encoded.packet, expected, message_id, lambda nbytes: encoded.extra)
         sizes.append(upstream.forward.sent.wire_bytes - before)
-        assert sizes[-1] == packet.numel() + (0 if rest is None else rest.numel())
+        assert sizes[-1] == encoded.nbytes
     return sizes, upstream.forward
 
 

@@ -8,6 +8,7 @@ from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary
 from ds_compress.message.packet import Header, PacketLayout
+from ds_compress.transport.packet import Packet
 
 
 def boundaries(codec, **changes):
@@ -115,7 +116,7 @@ def test_both_packets_come_back_and_are_counted():
     packet, rest, layout = sender.forward.encode([x], message_id)
     sent = sender.forward.sent
     assert (sent.messages, sent.raw_bytes) == (1, 1024) and sent.latest is layout
-    assert sent.wire_bytes == packet.numel() + rest.numel()
+    assert sent.wire_bytes == packet.nbytes + rest.nbytes
     message = receiver.forward.layout_of([x], message_id)
     assert torch.equal(receiver.forward.decode(packet, message, message_id, lambda nbytes: rest)[0], x)
     with pytest.raises(CompressionError, match="boundary 2, forward: no packet follows, expected one of"):
@@ -155,7 +156,7 @@ def test_a_message_header_and_context_share_their_fields():
     packet = layout.allocate(torch.device("cpu"))
     layout.write_header(packet, message_id)
     header = Header(**shared, fingerprint=layout.fingerprint, nbytes=layout.nbytes)
-    assert Header.unpack(packet.numpy().tobytes()) == header
+    assert Header.unpack(packet.bytes.tobytes()) == header
     assert all(issubclass(each, MessageId) for each in (Context, Header))
 
 
@@ -166,7 +167,7 @@ def test_what_arrives_is_a_tensor_of_its_own_each_time(codec):
     packet, arrived = None, []
 
     def memory(nbytes):
-        return torch.zeros(nbytes, dtype=torch.uint8) if packet is None else packet
+        return Packet(torch.zeros(nbytes, dtype=torch.uint8)) if packet is None else packet
 
     for number in range(3):
         x = torch.full((4, 128), float(number)).bfloat16(), torch.arange(7)

@@ -12,6 +12,7 @@ from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary
 from ds_compress.message.packet import HEADER_SIZE
+from ds_compress.transport.packet import Packet
 
 MESSAGE_ID = MessageId(step=3, micro_batch=1)
 SHAPE = (4, 6, 32)
@@ -48,22 +49,22 @@ def specs(*tensors):
 
 def mutated(packet, rng):
     """`packet` with some bits flipped, bytes replaced, or another length."""
-    packet = packet.clone()
+    memory = packet.memory.clone()
     how = rng.randrange(5)
     if how == 0:
-        packet[rng.randrange(HEADER_SIZE)] ^= 1 << rng.randrange(8)
+        memory[rng.randrange(HEADER_SIZE)] ^= 1 << rng.randrange(8)
     elif how == 1:
         for _ in range(rng.randint(1, 8)):
-            packet[rng.randrange(packet.numel())] ^= 1 << rng.randrange(8)
+            memory[rng.randrange(memory.numel())] ^= 1 << rng.randrange(8)
     elif how == 2:
-        start = rng.randrange(packet.numel())
+        start = rng.randrange(memory.numel())
         length = rng.randint(1, 64)
-        packet[start : start + length] = rng.choice([0, 255, rng.randrange(256)])
+        memory[start : start + length] = rng.choice([0, 255, rng.randrange(256)])
     elif how == 3:
-        return packet[: rng.randrange(packet.numel())]
+        memory = memory[: rng.randrange(memory.numel())]
     else:
-        return torch.cat([packet, torch.randint(0, 256, (rng.randint(1, 64),), dtype=torch.uint8)])
-    return packet
+        memory = torch.cat([memory, torch.randint(0, 256, (rng.randint(1, 64),), dtype=torch.uint8)])
+    return Packet(memory)
 
 
 def fuzz(count, seed):
@@ -80,7 +81,7 @@ def fuzz(count, seed):
         damaged_rest = mutated(rest, rng) if rest is not None and rng.random() < 0.5 else rest
 
         def fetch(nbytes):
-            if damaged_rest.numel() != nbytes:
+            if damaged_rest.nbytes != nbytes:
                 raise CompressionError("link: a receive has the size that it was posted with")
             return damaged_rest
 

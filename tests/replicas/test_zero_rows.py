@@ -12,6 +12,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.replicas.slices import AVERAGE, GRADIENT, Gradient, RowSpan, Slice, SliceCodec, Slices
 from ds_compress.simulate.replicas import SimulatedReplicas
 from ds_compress.sites.simulation import SimulatedRounds
+from ds_compress.transport.packet import Packet
 
 USED, UNUSED = range(0, 512, 2), range(1, 512, 2)
 FOUR = {"name": "quantize", "bits": 4}
@@ -112,7 +113,7 @@ def test_a_damaged_packet_of_topk_is_refused_in_one_line(half):
     packet = torch.zeros(codec.layout(own).nbytes, dtype=torch.uint8)
     codec.encode(own, x, packet, half, 3, 1)
     damaged = packet.clone()
-    codec.layout(own).views(damaged)[0].fill_(2**30)
+    codec.layout(own).views(Packet(damaged))[0].fill_(2**30)
     place = f"gradients from replica 1, slice 48, {half}, step 3"
     with pytest.raises(CompressionError, match=f"^packet for {place}, .*topk.* cannot decode it.*damaged"):
         codec.decode(own, damaged, half, 3, 1)

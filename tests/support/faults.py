@@ -99,7 +99,7 @@ def flip_bits(engine, action, byte):
         nonlocal calls
         calls += 1
         if calls == STEP_OF_FAULT * MICRO_BATCHES + 3:
-            packet[byte] ^= 0x10
+            packet.memory[byte] ^= 0x10
             action()
         send(packet)
 

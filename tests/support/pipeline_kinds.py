@@ -302,7 +302,7 @@ def _record(engine: Any, digest: Any) -> None:
 
     def recording(send):
         def run(packet):
-            digest.update(packet.numpy())
+            digest.update(packet.bytes)
             return send(packet)
 
         return run

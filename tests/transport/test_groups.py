@@ -128,10 +128,12 @@ def packets(ends, staged):
     if dist.get_rank() == 1:
         receiver = receiving(0, CPU, group)
         receiver.expect(64, 9)
-        return [receiver.receive(size).unique().tolist() for size in SIZES], problems
+        return [receiver.receive(size).memory.unique().tolist() for size in SIZES], problems
     sender = sending(1, CPU, group)
     for number, size in enumerate(SIZES):
-        sender.send(sender.memory(size).fill_(number))
+        packet = sender.memory(size)
+        packet.memory.fill_(number)
+        sender.send(packet)
     sender.drain()
     return len((sender._transport if staged else sender)._free), problems
 

@@ -160,15 +160,15 @@ def packets(count, pace):
         sender = EagerSender(1, CPU, group)
         for number in range(count):
             packet = sender.memory(PACKET)
-            packet.fill_(number)
-            seen.append(packet.data_ptr())
+            packet.memory.fill_(number)
+            seen.append(packet.memory.data_ptr())
             sender.send(packet)
         sender.drain()
     else:
         receiver = EagerReceiver(0, CPU, group)
         receiver.expect(PACKET, count)
         for _ in range(count):
-            packet = receiver.receive(PACKET)
+            packet = receiver.receive(PACKET).memory
             values = packet.unique().tolist()
             time.sleep(pace)
             seen.append((values, packet.unique().tolist()))

@@ -12,17 +12,19 @@ from torch import distributed as dist
 
 from ds_compress.transport import probe as module
 from ds_compress.transport.p2p import EagerReceiver, EagerSender, PeerTimeout, channel_groups
+from ds_compress.transport.packet import Packet
 from ds_compress.transport.probe import PACKET_BYTES, PING_BYTES, probe, probe_neighbours
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
-ASKS_FOR_NOTHING = torch.full((8,), -1).view(torch.uint8)
+ASKS_FOR_NOTHING = Packet(torch.full((8,), -1).view(torch.uint8))
 
 
 class SimulatedLink:
     """Both ends of one side of a link, and a neighbour that answers at once, on a clock of its own."""
 
     depth = 1
+    device = CPU
 
     def __init__(self, rate, latency, burst=0.0, delay=lambda: 0.0):
         """`delay`: seconds for which this process does not run when it could go on."""
@@ -43,10 +45,10 @@ class SimulatedLink:
         pass
 
     def memory(self, nbytes):
-        return self._memory.setdefault(nbytes, torch.zeros(nbytes, dtype=torch.uint8))
+        return self._memory.setdefault(nbytes, Packet(torch.zeros(nbytes, dtype=torch.uint8)))
 
     def send(self, packet):
-        count = int(packet.view(torch.int64)[0])
+        count = int(packet.memory.view(torch.int64)[0])
         if count < 0:
             return
         leaves = max(self.now + self._latency, self._free_at)
@@ -126,7 +128,7 @@ def limited(send):
     """`send` at RATE: on a busy machine slower, never faster."""
 
     def run(packet):
-        time.sleep(packet.numel() / RATE)
+        time.sleep(packet.nbytes / RATE)
         send(packet)
 
     return run
@@ -138,9 +140,11 @@ def tried():
     sender, receiver = EagerSender(1 - rank, CPU, out), EagerReceiver(1 - rank, CPU, back)
     sender.send = limited(sender.send)
     found = probe(sender, receiver, first=rank == 0)
-    sender.send(sender.memory(64).fill_(7))  # the channels go on as they were
+    packet = sender.memory(64)
+    packet.memory.fill_(7)
+    sender.send(packet)  # the channels go on as they were
     receiver.expect(64, 1)
-    assert receiver.receive(64).unique().tolist() == [7] and sender.depth == receiver.depth == 1
+    assert receiver.receive(64).memory.unique().tolist() == [7] and sender.depth == receiver.depth == 1
     sender.drain()
     return found
 
