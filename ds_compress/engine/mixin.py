@@ -237,8 +237,7 @@ def _evaluate_both(
     """Run `evaluate`, DeepSpeed's `eval_batch`; where "eval" is "both" twice, if it returns a loss."""
     config, asked = session.config, dict(zip(_EVAL_OPTIONS, args)) | kwargs
     is_mean = asked.get("compute_loss", True) and asked.get("reduce_output", "avg") == "avg"
-    is_loss = session.gives_losses and is_mean and not asked.get("return_logits", False)
-    if config.block.eval != "both" or not is_loss:
+    if config.block.eval != "both" or not is_mean or asked.get("return_logits", False):
         return evaluate(data_iter, *args, **kwargs)
     asked["bcast_loss"] = True  # to the rank that reports
     items = None if data_iter is None else iter(lambda: next(data_iter), object())

@@ -54,8 +54,6 @@ def steps_per_epoch(engine: Any) -> int | None:
 class Session:
     """The message path of one rank, and the parts that watch it and decide."""
 
-    gives_losses = True
-    """Whether what `eval_batch` returns is a loss; a program that makes it something else sets False."""
     eval_losses: Mapping[str, float] | None = None
     """Losses of the last evaluation, compressed and uncompressed, if "eval" is "both"; on every rank."""
 

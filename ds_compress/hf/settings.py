@@ -143,8 +143,6 @@ class Settings(Options):
     """Largest number of held-out sequences for the perplexity before and after training."""
     activation_checkpoint_interval: int = Field(default=0, ge=0, le=1000)
     """Layers to recompute together in the backward pass; 0: keep all activations."""
-    prompt: Text | None = None
-    """Text that the trained model continues at the end; null: none."""
     seed: int = Field(default=1234, ge=0, lt=2**32)
     """Seed of the order of the data, of adapters and of dropout."""
 

@@ -1,4 +1,4 @@
-"""One rank of a fine-tuning run: data, model and engine, training with checkpoints, evaluation, a sample."""
+"""One rank of a fine-tuning run: data, model and engine, training with checkpoints, evaluation."""
 
 import hashlib
 import json
@@ -15,7 +15,6 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed import comm as dist
-from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig, get_scheduler
 
 from ds_compress.engine.deepspeed import load_own_file_only, weights_file
@@ -30,8 +29,6 @@ from ds_compress.monitor.monitor import record_page, record_results, record_sett
 from ds_compress.monitor.progress import Progress
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
-SAMPLE_TOKENS = 24
-"""Tokens of the sample after the prompt."""
 REPORT_SECONDS = 120
 """Longest time that the report may take."""
 
@@ -118,8 +115,6 @@ class FinetuneRun:
         if session := self._session:
             results["report"] = session.monitor.summary()
         self._record_in_wandb(record_results, results)
-        if self.settings.prompt is not None:
-            self._say(f"sample: {self.generate(self.settings.prompt)!r}")
         if not self.folder.is_shared:
             for step in sorted({self.engine.global_steps, self._best_step or self.engine.global_steps}):
                 self.folder.collect_weights(step)
@@ -266,36 +261,6 @@ class FinetuneRun:
         both = ", ".join(f"{_perplexity_of(losses[mode]):.4f} {mode}" for mode in sorted(losses))
         return f"{perplexity:.4f} ({both})" if both else f"{perplexity:.4f}"
 
-    def generate(self, prompt: str) -> str:
-        """Return `prompt` and its likeliest continuation; all ranks call this.
-
-        DeepSpeed gives every rank one number that the last stage computes, the loss of an evaluation. Here
-        that number is the likeliest token, which fp32 holds exactly for vocabularies below 2**24.
-        """
-        length = self.settings.lengths[-1]
-        self._expect_length(length)
-        ids = list(self.tokenizer(prompt, add_special_tokens=False)["input_ids"])[: length // 2] or [0]
-        module = self.engine.module
-        loss_fn: Callable[..., Tensor] = module.loss_fn
-        session = self._session
-        module.loss_fn = _find_next_token
-        try:
-            if session is not None:
-                session.gives_losses = False
-            for _ in range(min(SAMPLE_TOKENS, length - len(ids))):
-                row = torch.tensor(ids + [0] * (length - len(ids)), dtype=torch.int64, device="cpu")
-                inputs: Any = row.repeat(self.micro_batch, 1)
-                if self.settings.sends_positions:
-                    positions = torch.arange(length, dtype=torch.int64, device="cpu")
-                    inputs = inputs, positions.repeat(self.micro_batch, 1)
-                last = torch.full((self.micro_batch,), len(ids) - 1, dtype=torch.int64, device="cpu")
-                ids.append(int(self.engine.eval_batch(iter([(inputs, last)]), num_micro_batches=1)))
-        finally:
-            module.loss_fn = loss_fn
-            if session is not None:
-                session.gives_losses = True
-        return str(self.tokenizer.decode(ids))
-
     def _record_in_wandb(self, record: Callable[..., None], *values: Any) -> None:
         """Call `record`; an error of W&B must not stop a run."""
         try:
@@ -368,11 +333,6 @@ def complete_ds_config(settings: Settings, dtype: torch.dtype | None) -> dict[st
 
 def _perplexity_of(loss: float) -> float:
     return math.exp(min(loss, 80.0))
-
-
-def _find_next_token(logits: Tensor, last: Tensor) -> Tensor:
-    """Return the likeliest token after position `last[0]` of the first sequence, as a float."""
-    return logits[0, last[0]].argmax().float()
 
 
 def _check_same_settings(settings: Settings) -> None:

@@ -40,6 +40,7 @@ REMOVED = {
     "contexts": "one table serves; 0.2 bits more make up for it",
     "grid": "steps are equal; leave it out, or use codec 'entropy'",
     "quant3": "use 'balanced', or 'quant4'",
+    "prompt": "`ds-compress merge` writes a folder that transformers can generate text from",
     "acsgd": "docs/write-a-codec.md has it as an example",
     "subspace": "recipe 'aggressive' loses less in as many bytes",
 }

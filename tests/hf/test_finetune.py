@@ -33,7 +33,6 @@ def test_perplexity_falls_and_progress_is_told(run):
     assert re.fullmatch(
         r"training: 6/6 steps, 0:00 left loss=\d\.\d{4} tokens/s=\d+ ratio=3\.\d\dx", lines[-1]
     )
-    assert re.search(r"sample: 'the cat( \S+){24}'", output)
     assert sorted(losses(path.parent / "out")) == [1, 2, 3, 4, 5, 6]
 
 

@@ -239,7 +239,7 @@ def test_what_is_left_out_has_a_default(tmp_path):
         ({"data": {}}, "train.json.data.train: missing"),
         ({"sequence_length": []}, "train.json.sequence_length: [] is not allowed: List should have at"),
         ({"out": "a\0b"}, "train.json.out: 'a\\x00b' is not allowed: should be text without NUL"),
-        ({"prompt": "a \ud800"}, "train.json.prompt: 'a \\ud800' is not allowed: should be text without"),
+        ({"model": "a \ud800"}, "train.json.model: 'a \\ud800' is not allowed: should be text without"),
         ({"steps": "ten"}, "train.json.steps: 'ten' is not allowed: should be a valid integer"),
         ({"dtype": "bf61"}, "train.json.dtype: 'bf61' is not allowed (did you mean 'bf16'?)"),
         (

@@ -158,7 +158,7 @@ def run_to_the_end(path: Path, python: str = sys.executable) -> None:
 
 def plain_run() -> Path:
     """Return train.json of a finished run, which tests share; the plain interpreter ran it."""
-    return once("finetuned", lambda folder: run_to_the_end(prepare(folder, prompt="the cat"))) / "train.json"
+    return once("finetuned", lambda folder: run_to_the_end(prepare(folder))) / "train.json"
 
 
 def perplexities(output: str) -> list[float]:
