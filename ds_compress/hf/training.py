@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,12 +24,10 @@ from ds_compress.hf.input_checks import check_launch, check_length, check_tokens
 from ds_compress.hf.model import load_config, pipeline_module
 from ds_compress.hf.run_folder import BEST, RunFolder, checkpoint_name
 from ds_compress.hf.settings import NAME, Settings
-from ds_compress.monitor.monitor import record_page, record_results, record_settings
+from ds_compress.monitor.monitor import record_results, record_settings
 from ds_compress.monitor.progress import Progress
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
-REPORT_SECONDS = 120
-"""Longest time that the report may take."""
 
 
 class FinetuneRun:
@@ -118,7 +115,6 @@ class FinetuneRun:
         if not self.folder.is_shared:
             for step in sorted({self.engine.global_steps, self._best_step or self.engine.global_steps}):
                 self.folder.collect_weights(step)
-        self._write_report()  # last: other ranks would wait for rank 0, which writes it
 
     def resume(self) -> None:
         """Load the last complete checkpoint, if there is one."""
@@ -267,29 +263,6 @@ class FinetuneRun:
             record(*values)
         except Exception as error:
             self._say(f"W&B: {record.__name__} failed: {in_one_line(error)}")
-
-    def _write_report(self) -> None:
-        """Write the page of `ds-compress report` about this run, if it wrote CSV files; W&B shows it, too."""
-        monitor = self.engine.monitor.csv_monitor
-        if monitor is None:
-            return
-        folder = self.folder.path / "report"
-        words = [sys.executable, "-m", "ds_compress", "report", monitor.log_dir, "--out", str(folder)]
-        try:
-            done = subprocess.run(
-                words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=REPORT_SECONDS
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            self._say(f"report: not written: {in_one_line(error)}")
-            return
-        said = done.stderr.splitlines()
-        if done.returncode:
-            self._say(f"report: not written: {said[-1] if said else f'exit status {done.returncode}'}")
-            return
-        if said:
-            self._say("\n".join(said))
-        self._record_in_wandb(record_page, folder / "report.html")
-        self._say(f"report: {folder / 'report.html'}")
 
     def _say(self, line: str) -> None:
         if self.is_first:

@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -342,12 +341,6 @@ def record_results(results: dict[str, Any]) -> None:
     """Put results into the summary of the W&B run that this process has, if it has one."""
     if run := _find_wandb_run():
         run.summary.update(results)
-
-
-def record_page(file: Path) -> None:
-    """Show an HTML page in the W&B run that this process has, if it has one; its summary has the path."""
-    if run := _find_wandb_run():
-        run.log({label("report"): sys.modules["wandb"].Html(file.read_text(encoding="utf-8"))})
 
 
 def _find_wandb_run() -> Any:
