@@ -7,7 +7,6 @@ import torch
 
 from ds_compress.config import Config
 from ds_compress.message.channel import Boundary
-from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
 from ds_compress.transport.streams import Made
 
 
@@ -38,6 +37,12 @@ class Engine(Trainer, Protocol):
     global_samples: int
     dynamic_shape: bool
 
+    def is_first_stage(self) -> bool:
+        """Return whether this rank has the first stage."""
+
+    def is_last_stage(self) -> bool:
+        """Return whether this rank has the last stage."""
+
 
 class MessageSource(Protocol):
     """Ends of channels, with their `observers`."""
@@ -47,16 +52,12 @@ class MessageSource(Protocol):
         """Return the ends of all channels that the stage sends or receives on."""
 
 
-class StageView(Protocol):
+class StageView(MessageSource, Protocol):
     """The traffic of one stage (engine/stage.py)."""
 
     config: Config
     before: Boundary | None
     after: Boundary | None
-
-    @property
-    def ends(self) -> Sequence[SendingEnd | ReceivingEnd]:
-        """Return the ends of all channels that the stage sends or receives on."""
 
     def on_codec_stream(self, boundary: Boundary, work: Callable[[], Made]) -> Made:
         """Run `work` on the stream where the codecs of `boundary` run; return its result."""

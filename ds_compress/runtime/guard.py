@@ -25,7 +25,7 @@ from ds_compress.config import DIRECTIONS, Config
 from ds_compress.config.policies import ChannelKey
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Mode
-from ds_compress.message.part import RuntimePart, Step
+from ds_compress.message.part import Engine, RuntimePart, Step
 from ds_compress.monitor.limits import LOSSLESS, MessageQuality
 from ds_compress.monitor.metrics import LOSS_COST, label
 
@@ -73,7 +73,7 @@ class Guard(RuntimePart):
         self._on = plain and any(is_lossy(each.forward) for each in used)
 
     @contextmanager
-    def batch(self, engine: Any, count: int, quality: Quality, replay: Replay) -> Iterator[None]:
+    def batch(self, engine: Engine, count: int, quality: Quality, replay: Replay) -> Iterator[None]:
         """Wrap a training step of `engine`, and check it where that is due; every rank enters it alike.
 
         Args:
@@ -112,7 +112,7 @@ class Guard(RuntimePart):
         """Return whether the guard compares losses after that step."""
         return self._loses and self._options.is_due(step - self._config.warmup_steps)
 
-    def _check_loss(self, engine: Any, replay: Replay) -> None:
+    def _check_loss(self, engine: Engine, replay: Replay) -> None:
         """Compare the loss with compression and without, after a step with `due`; every rank calls it."""
         if not self._has_batches(engine):
             self._loads_itself = True
@@ -128,7 +128,7 @@ class Guard(RuntimePart):
             engine.monitor.write_events([(label(LOSS_COST), compressed - plain, engine.global_samples)])
         self._judge(engine, compressed, plain)
 
-    def _has_batches(self, engine: Any) -> bool:
+    def _has_batches(self, engine: Engine) -> bool:
         """Return whether all stages that load micro-batches have those to compare on; every rank calls it."""
         loads = engine.is_first_stage() or engine.is_last_stage()
         ready = float(len(self.batches) == self.batches.maxlen or not loads)
@@ -136,7 +136,7 @@ class Guard(RuntimePart):
         dist.all_reduce(known, op=dist.ReduceOp.MIN)
         return bool(known.item())
 
-    def _loss(self, engine: Any, replay: Replay, mode: Mode) -> Tensor:
+    def _loss(self, engine: Engine, replay: Replay, mode: Mode) -> Tensor:
         """Return the mean loss, fp32 []: 0 before the last stage, nan if it is no number."""
         count, self.replayed = int(self.batches.maxlen or 0), iter(self.batches)
         try:
@@ -150,7 +150,7 @@ class Guard(RuntimePart):
             return torch.full((), math.nan, dtype=torch.float32, device=engine.device)
         return torch.stack([loss.detach().float().reshape(()) for loss in losses]).mean()
 
-    def _judge(self, engine: Any, compressed: float, plain: float) -> None:
+    def _judge(self, engine: Engine, compressed: float, plain: float) -> None:
         cost, first = compressed - plain, abs(plain) if self._first_loss is None else self._first_loss
         allowed = max(self._options.loss * abs(plain), self._options.loss_floor * first)
         limits = f"ds_compress.guard.loss: {self._options.loss:.0%}"
@@ -181,7 +181,7 @@ class Guard(RuntimePart):
             logger.warning(line)
             self._has_warned = True
 
-    def _check_limits(self, engine: Any, known: Mapping[ChannelKey, MessageQuality]) -> None:
+    def _check_limits(self, engine: Engine, known: Mapping[ChannelKey, MessageQuality]) -> None:
         """Judge what this replica measured of a step for which `compares_losses` holds; on every rank."""
         keys = [(number, direction) for number in range(self._boundaries) for direction in DIRECTIONS]
         rows = [known.get(key, LOSSLESS) for key in keys]
@@ -208,7 +208,7 @@ class Guard(RuntimePart):
         return not milder or limit in self._options.model_fields_set
 
 
-def _mean(engine: Any, *losses: Tensor) -> list[float]:
+def _mean(engine: Engine, *losses: Tensor) -> list[float]:
     """Return the means over the last stages of what `Guard._loss` returned; every rank calls it."""
     last = torch.tensor(float(engine.is_last_stage()), dtype=torch.float32, device=engine.device)
     sums = torch.stack([*losses, last])
