@@ -78,7 +78,7 @@ def _done(runs: list[Run], data: Path, cache: Path, jobs: int) -> Iterator[tuple
 def _row(run: Run, data: Path, cache: Path) -> Row | str:
     try:
         task = task_of(run.preset, run.task, data, cache)
-        if "policy" in run.block or run.block.get("recipe") == "auto":
+        if "policy" in run.block:
             return executed(run, task, data, cache.parent, DEVICE)
         return execute(run, task, DEVICE)
     except Exception as error:

@@ -9,8 +9,9 @@ from torch import nn
 from ds_compress.simulate import simulate, traffic
 from launch.reproduce.grid import append_row, is_row_of, read_rows
 from launch.reproduce.pipeline import pipeline
-from launch.reproduce.run import Row, Run, environment, task_of, train
+from launch.reproduce.run import Row, Run, environment, task_of
 from launch.reproduce.task import STAGES
+from launch.reproduce.training import train
 
 CPU = torch.device("cpu")
 

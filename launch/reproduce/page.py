@@ -32,8 +32,9 @@ A row holds the block, the sizes, the seed, the processor and the releases that 
 - Gradients are clipped at 1.0 in the language task, DeepSpeed's default, and not in the vision task, as in
   the paper. As in DeepSpeed's pipelines in fp32 the norm is that of the first stage's gradients.
 - Generated text: its perplexity to the model before fine-tuning, drawn after prompts of held-out text.
-- What `auto` chooses depends on the link: over that of one machine, which its rows have, it leaves messages
-  as they are. [All tables](speed-tables.md) has its losses over a slow link, time to a loss included.
+- What `auto` chooses depends on the link. Its rows have one so slow that bytes alone decide: it takes the
+  fewest that the error budget allows. `chosen` in a row has the choice and its errors.
+  [All tables](speed-tables.md) has its losses over a real link, time to a loss included.
 - Presets `small` and `wide` train several architectures, fine-tuned and from scratch, for which
   [Evidence](evidence.md) compares costs.
 - Preset `revisits` is `cpu` with six epochs of the language task instead of four: AQ-SGD sends changes

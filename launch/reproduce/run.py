@@ -6,7 +6,6 @@ import math
 import os
 import platform
 import time
-from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,12 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ds_compress.simulate import SimulatedReplicas, Traffic, announce, evaluating, simulate, traffic
+from ds_compress.simulate import SimulatedReplicas, Traffic, evaluating, simulate, traffic
+from launch.reproduce.chosen import choose
 from launch.reproduce.encoder import Encoder
 from launch.reproduce.language import Language
 from launch.reproduce.presets import PRESETS
 from launch.reproduce.settings import SETTINGS, Block
-from launch.reproduce.task import STAGES, Batch, Task
+from launch.reproduce.task import STAGES, Task
+from launch.reproduce.training import train
 from launch.reproduce.vision import Vision
 
 KINDS: dict[str, Any] = {"vision": Vision, "language": Language, "encoder": Encoder}
@@ -63,7 +64,11 @@ def execute(run: Run, task: Task, device: torch.device) -> Row:
     A perplexity that is not finite is null. A run ends when its loss is not finite, and "diverged" is true.
     """
     started = time.perf_counter()
-    config = {"ds_compress": run.block}
+    block, columns = run.block, Row()
+    if block.get("recipe") == "auto":
+        choice = choose(block, task, run.seed, device)
+        block, columns = choice.block, {"chosen": choice._asdict()}
+    config = {"ds_compress": block}
     stages = nn.Sequential(*task.stages(run.seed)).to(device)
     count = getattr(PRESETS[run.preset][run.task], "replicas", 1)
     models = [
@@ -74,6 +79,7 @@ def execute(run: Run, task: Task, device: torch.device) -> Row:
     sent = traffic(models[0])  # before evaluation sends anything
     return {
         **run.identity,
+        **columns,
         **outcome(losses, task),
         **traffic_columns(sent),
         **(replica_columns(replicas, stages, count) if count > 1 else {}),
@@ -98,62 +104,6 @@ def outcome(losses: list[float], task: Task) -> Row:
     diverged = not math.isfinite(last[-1])
     mean = None if diverged else sum(last) / len(last)
     return {"steps": len(losses), "train_loss": mean, "diverged": diverged}
-
-
-def train(
-    models: Sequence[nn.Sequential], config: dict[str, Any], task: Task, seed: int, device: torch.device
-) -> tuple[list[float], SimulatedReplicas]:
-    """Train; return the loss of every step, up to the first that is not finite, and what averaged gradients.
-
-    Args:
-        models: one for each replica, which share their parameters.
-        config: of the gradients between them.
-    """
-    optimizer = task.optimizer(models[0].parameters())
-    schedule = task.schedule(optimizer)
-    replicas = SimulatedReplicas(models[0], config, len(models), schedule.get_last_lr)
-    losses = list[float]()
-    for model in models:
-        model.train()
-    for number in range(task.epochs):
-        for batch in task.epoch(seed, number):
-            parts = zip(*(tensor.chunk(len(models)) for tensor in batch), strict=True)
-            found = []
-            for model, part in zip(models, parts, strict=True):
-                found.append(step(model, task, part, device))
-                replicas.collect()
-            losses.append(sum(found) / len(found))
-            if not math.isfinite(losses[-1]):
-                return losses, replicas
-            replicas.average()
-            clip(models[0], task.gradient_clipping)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-    return losses, replicas
-
-
-def step(model: nn.Module, task: Task, batch: Batch, device: torch.device) -> float:
-    """Compute loss and gradients of one batch."""
-    announce(model, batch)
-    inputs, labels, _ = (tensor.to(device) for tensor in batch)
-    loss = task.loss(model(inputs), labels)
-    loss.backward()
-    return loss.item()
-
-
-def clip(model: nn.Sequential, largest: float) -> None:
-    """Scale all gradients as a pipeline of DeepSpeed (0.19.8, fp32) does: where the norm of the first stage's
-    gradients is over `largest`. Its `clip_grad_norm_` counts parameters of model-parallel rank 0 alone, and
-    takes stages for such ranks."""
-    if not largest:
-        return
-    first = [p.grad for p in model[0].parameters() if p.grad is not None]
-    norm = torch.stack([grad.norm(2.0) for grad in first]).pow(2.0).sum().pow(0.5)
-    coefficient = torch.clamp(largest / (norm + 1e-6), max=1.0)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(coefficient)
 
 
 def traffic_columns(sent: list[Traffic]) -> Row:

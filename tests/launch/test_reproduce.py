@@ -14,6 +14,7 @@ from PIL import Image
 from torch import nn
 from transformers import BertConfig, BertModel, BertTokenizerFast, GPT2Config, GPT2LMHeadModel
 
+from ds_compress.config.recipes import LIMITS
 from launch.reproduce.architectures import ARCHITECTURES, as_layers
 from launch.reproduce.command import main
 from launch.reproduce.grid import missing, read_rows
@@ -21,8 +22,9 @@ from launch.reproduce.language import in_stages
 from launch.reproduce.launched import compared
 from launch.reproduce.pipeline import executed
 from launch.reproduce.presets import PRESETS, ReplicatedSize
-from launch.reproduce.run import KINDS, Run, clip, execute, task_of
+from launch.reproduce.run import KINDS, Run, execute, task_of
 from launch.reproduce.settings import SETTINGS
+from launch.reproduce.training import clip
 from tests.support.interpreters import TRAINING, interpreter
 from tests.support.ranks import once
 
@@ -267,6 +269,20 @@ def test_gradients_are_clipped_by_the_norm_of_the_first_stage():
         for p, g in zip(model.parameters(), before):
             torch.testing.assert_close(p.grad, g * share)
             p.grad.copy_(g)
+
+
+@pytest.mark.parametrize(("quality", "bits"), [("safe", 4), ("aggressive", 2.5)])
+def test_auto_trains_with_what_its_budget_allows(quality, bits, data, tmp_path):
+    """Behind a slow link it takes the fewest bytes whose errors are within the budget, from the fourth step
+    on."""
+    task = task_of("smoke", "language", data, tmp_path)
+    task.prepare()
+    row = execute(Run("smoke", "language", f"auto-{quality}", 0), task, torch.device("cpu"))
+    chosen, limits = row["chosen"], LIMITS[quality]
+    assert 0 < chosen["token_error"] <= limits.forward and 0 < chosen["gradient_error"] <= limits.backward
+    assert chosen["block"]["warmup_steps"] == 3
+    sent = (3 * 32 + 5 * chosen["block"]["forward"]["codec"]["bits"]) / 8
+    assert row["bits_forward"] == pytest.approx(sent, rel=0.2)
 
 
 @pytest.mark.parametrize("name", ["language/topk10-ef-warmup", "vision/topk10-aqsgd"])
