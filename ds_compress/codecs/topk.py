@@ -17,8 +17,9 @@ from ds_compress.codec import (
     TensorSpec,
     register,
 )
+from ds_compress.codecs import bounds
 from ds_compress.codecs.mixins import ReusesForwardIndices, Selects, layers
-from ds_compress.codecs.sidco import above_threshold
+from ds_compress.codecs.sidco import above_threshold, least_share
 from ds_compress.codecs.sparse import Sparse, SparseOptions, count_kept, gather, rows_of
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.topk import index_coding as coding
@@ -142,6 +143,10 @@ class TopK(Sparse, ReusesForwardIndices):
     def stability(self, spec: TensorSpec) -> Stability:
         if self.options.indices == "reuse":  # of the entries that it sends, see `sent`
             return Stability(self.values.stability(self._values_spec(spec)).constant)
+        if self.options.select == "sidco" and spec.numel:
+            length = self._plan(spec.shape).length
+            share = least_share(count_kept(length, self.options.density), length)
+            return Stability(bounds.largest_part(share, self.values.error_bound(self._values_spec(spec))))
         return Stability(super().error_bound(spec))
 
     def sent(self, spec: TensorSpec, ctx: Context) -> Tensor | None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ds_compress.codec import TensorSpec, build
-from ds_compress.codecs.sidco import above_threshold, thresholds
+from ds_compress.codecs.sidco import above_threshold, least_share, thresholds
 
 LENGTH = 100_000
 SAMPLES = {
@@ -47,3 +47,35 @@ def test_packets_are_as_large_as_exact_ones():
     spec = TensorSpec((4, 4096), torch.bfloat16)
     exact, fitted = (build({"name": "topk", "select": select}) for select in ("exact", "sidco"))
     assert exact.layout(spec) == fitted.layout(spec)
+
+
+def made_for_the_fit(name, k, d):
+    """Rows whose large entries a threshold may miss: equal ones behind zeros, and one giant behind many."""
+    x = torch.ones(1, d)
+    if name == "zeros first":
+        x[0, :k] = 0
+    if name == "giant last":
+        x[0, -1] = d / 4
+    if name == "two levels":
+        x[0, d // 2 :] = 40
+    return x
+
+
+@pytest.mark.parametrize("d", [40, 1000])
+@pytest.mark.parametrize("density", [0.5, 0.25, 0.1, 0.01])
+@pytest.mark.parametrize("name", ["zeros first", "giant last", "two levels"])
+def test_a_selection_is_never_without_energy(name, density, d):
+    """Zeros were kept in the place of equal entries, none of which was above the threshold: error feedback
+    then never sent these, though the codec was called a contraction."""
+    k = max(1, round(density * d))
+    x = made_for_the_fit(name, k, d)
+    kept = x.flatten()[above_threshold(x, k).indices]
+    assert kept.square().sum() >= least_share(k, d) * x.square().sum() > 0
+
+
+def test_its_contraction_is_weaker_than_that_of_the_exact_selection():
+    spec = TensorSpec((4, 4096), torch.float32)
+    exact, fitted = (
+        build({"name": "topk", "select": select}).stability(spec) for select in ("exact", "sidco")
+    )
+    assert exact.constant < fitted.constant <= 1 and fitted.kind == "contraction"
