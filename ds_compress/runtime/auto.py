@@ -23,7 +23,7 @@ from ds_compress.planning.balance import balance_layers, is_uneven
 from ds_compress.planning.choice import (
     Candidate,
     Evaluation,
-    all_candidates,
+    candidates_for,
     combine,
     pick_best,
     rank,
@@ -111,7 +111,7 @@ class AutoController(DepthController):
         self._config = config
         assert config.quality is not None
         self._quality = config.quality
-        self._candidates = all_candidates()
+        self._candidates = candidates_for(config.quality)
         self._messages: Messages = {}
         self._given_up = False
         self._tries = 1

@@ -13,7 +13,7 @@ from ds_compress.config import DIRECTIONS
 from ds_compress.config.recipes import LIMITS, recipe
 from ds_compress.message.clock import clock_for
 from ds_compress.message.observer import observing
-from ds_compress.planning.choice import all_candidates, combine, pick_best, rank, uncompressed_recipe
+from ds_compress.planning.choice import candidates_for, combine, pick_best, rank, uncompressed_recipe
 from ds_compress.planning.evaluate import Messages, evaluate, to_evaluation
 from ds_compress.planning.step_time import LinkSpeed, Workload
 from ds_compress.runtime.auto import MessageCopies
@@ -49,7 +49,7 @@ def choose(block: Block, task: Task, seed: int, device: torch.device) -> Choice:
     evaluations = [
         [
             to_evaluation(candidate, evaluate(each.upstream, candidate, pair, clock_for(device), STEPS))
-            for candidate in all_candidates()
+            for candidate in candidates_for(block["quality"])
         ]
         for each in boundaries
         for pair in [[found[each.upstream.number, direction] for direction in DIRECTIONS]]

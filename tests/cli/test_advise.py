@@ -11,6 +11,7 @@ import pytest
 from ds_compress.cli import main
 from ds_compress.config import DIRECTIONS, Config
 from ds_compress.config.recipes import DEFAULT, LIMITS, ErrorLimits
+from ds_compress.planning.choice import candidates_for
 from tests.support.launch_scripts import load_script
 
 ARGUMENTS = [
@@ -56,7 +57,7 @@ def test_on_a_slow_link_compression_pays(capsys):
     assert rows[0]["recipe"] == "DeepSpeed" and rows[0]["speedup"] == 1
     assert rows[0]["step_s"] == pytest.approx(5.05, rel=0.01) and rows[0]["limit"] == "link"
     speedup = {row["recipe"]: row["speedup"] for row in rows}
-    assert 1.5 < speedup["none"] < speedup["quantize 8"] < speedup["quant4"] < speedup["quantize 3 dither"]
+    assert 1.5 < speedup["none"] < speedup["quantize 8"] < speedup["quantize 3 dither"]
     steps = [row["step_s"] for row in rows[1:]]
     assert steps == sorted(steps) and best["block"] == found["block"]
     limits = LIMITS[DEFAULT]
@@ -76,7 +77,7 @@ def test_the_answer_comes_first_one_line_and_a_block_to_paste(capsys):
 def test_what_loses_too_much_is_never_proposed(capsys):
     """2 bits without rotation, whose error is that of sending nothing, were once the best."""
     found, bold = plan(capsys, *SLOW_LINK), plan(capsys, *SLOW_LINK, "--max-error", "2")
-    assert found["rows"][1]["token_error"] > 0.25 and found["best"] != found["rows"][1]["recipe"]
+    assert found["rows"][1]["token_error"] > 0.1 and found["best"] != found["rows"][1]["recipe"]
     errors = {row["recipe"]: row["token_error"] for row in bold["rows"] + found["rows"]}
     assert errors[bold["best"]] > errors[found["best"]]
     exact = [("--max-error", "0"), ("--quality", "lossless")]
@@ -88,7 +89,7 @@ def test_every_class_keeps_its_limits(capsys, quality):
     found = plan(capsys, *SLOW_LINK, "--quality", quality)
     best = chosen(found)
     assert LIMITS[quality].allow(best["token_error"], best["gradient_error"])
-    assert {row["recipe"] for row in found["rows"]} >= {"none", "safe", "quant4", "quantize 6", "bf16"}
+    assert {row["recipe"] for row in found["rows"]} >= {each.name for each in candidates_for(quality)}
 
 
 def test_a_gradient_at_the_places_of_its_activation_loses_nearly_all(capsys, recipe):
@@ -98,8 +99,8 @@ def test_a_gradient_at_the_places_of_its_activation_loses_nearly_all(capsys, rec
 
 
 def test_directions_are_mixed_where_each_has_its_own_limit(capsys, monkeypatch):
-    monkeypatch.setitem(LIMITS, "safe", ErrorLimits(0.4, 0.01))
-    found = plan(capsys, *SLOW_LINK)
+    monkeypatch.setitem(LIMITS, "balanced", ErrorLimits(0.4, 0.01))
+    found = plan(capsys, *SLOW_LINK, "--quality", "balanced")
     assert found["best"] == "entropy 2 dither / lossless"
     settings = Config(found["block"]).codecs(0).settings
     assert [settings[direction]["name"] for direction in DIRECTIONS] == ["entropy", "lossless"]

@@ -15,7 +15,7 @@ from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.errors import CompressionError
 from ds_compress.feedback import FeedbackCodec
 from ds_compress.message.gradient_error import estimate_gradient_error
-from ds_compress.planning.choice import EvaluatedMessage, Evaluation, all_candidates
+from ds_compress.planning.choice import EvaluatedMessage, Evaluation, candidates_for
 from ds_compress.planning.step_time import MessageCost
 
 ERROR_NUMEL = 1 << 20
@@ -37,7 +37,7 @@ class ArgsEvaluator:
     def of_candidates(self) -> list[list[Evaluation]]:
         """Evaluate every candidate; by boundary."""
         found = []
-        for candidate in all_candidates():
+        for candidate in candidates_for(None if self._args.max_error is not None else self._args.quality):
             config = Config(candidate.block)
             codecs = config.codecs(None)
             if not any(getattr(codecs, direction).refuses(self._spec) for direction in DIRECTIONS):
