@@ -35,6 +35,11 @@ def factors_bits(rank: int, rows: int, width: int) -> int:
     return 8 * (rows * (rank + 1) + rank * (width + 1))
 
 
+def most_directions(bits: float, rows: int, width: int) -> int:
+    """Return the directions whose factors take at most `bits`; 0 or less if there is no room for one."""
+    return int((bits / 8 - rows) // (rows + width + 1))
+
+
 def subtract_directions(m: Tensor, rank: int) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Subtract from `m`, [rows, width] of any float dtype, its product with its strongest directions.
 

@@ -8,7 +8,13 @@ from pydantic import Field
 from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
-from ds_compress.codecs.directions import add_directions, factors_bits, factors_layout, subtract_directions
+from ds_compress.codecs.directions import (
+    add_directions,
+    factors_bits,
+    factors_layout,
+    most_directions,
+    subtract_directions,
+)
 from ds_compress.codecs.shapes import as_message, matrix_shape
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.backends import kernels
@@ -113,8 +119,7 @@ class Entropy(Codec):
             return 0
         bits = spec.numel * self.options.bits
         most = min(FACTORS * bits, bits - SHIFT_BITS * rows - 16 * least_words(spec.numel))
-        shape = matrix_shape(spec.shape)
-        return next((r for r in range(self.options.rank, 0, -1) if factors_bits(r, *shape) <= most), 0)
+        return max(0, min(self.options.rank, most_directions(most, *matrix_shape(spec.shape))))
 
     def _frame(self, spec: TensorSpec) -> CodeLayout:
         """Return the frame of the code of a message of `spec`, without shifts and factors."""
