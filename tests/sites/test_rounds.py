@@ -405,7 +405,7 @@ def test_a_replica_whose_other_slot_came_after_the_outcome_goes_on(store):
 
 def test_one_that_is_killed_in_its_turn_and_comes_back_is_caught_up(store):
     """It dies with half of its packets sent: the round is that of the others; it returns to their anchor."""
-    first, killed = (Launch(store, grace_s=0.5, lr=1.0, momentum=0.0) for _ in range(2))
+    first, killed = (Launch(store, grace_s=2.0, lr=1.0, momentum=0.0) for _ in range(2))
     start = first.anchors
     killed.slots[0]._limit = 0.1
     killed.slots[1].exchange_delta = lambda *_: None
