@@ -168,6 +168,11 @@ def check(block: Block) -> None:
             f"{KEY}.link.depth: {link.depth!r} is not allowed with mode 'blocking': a stage would send a "
             "gradient before its neighbour asks for it, and both would wait for ever; use mode 'eager'"
         )
+    if link.connections != 1 and link.mode == "blocking":
+        raise CompressionError(
+            f"{KEY}.link.connections: {link.connections} is not allowed with mode 'blocking', which sends "
+            "over DeepSpeed's process group; use mode 'eager'"
+        )
 
 
 def feedback_notes(config: Any) -> Iterator[str]:

@@ -23,6 +23,7 @@ from ds_compress.engine.session import Session, steps_per_epoch
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.backends import kernels
 from ds_compress.runtime.watchdog import Watchdog
+from ds_compress.transport.staging import receives_hold_device
 from ds_compress.version import __version__
 
 HANDSHAKE_SECONDS = 300.0
@@ -92,6 +93,12 @@ def attach(engine: Any, block: object) -> None:
             config.prepare()
         else:
             config.leave_uncompressed("a pipeline of one stage sends no messages; use two or more")
+        connections = config.block.link.connections
+        if connections > 1 and receives_hold_device(engine.device):
+            config.notes[
+                f"{KEY}.link.connections: {connections} has no effect over NCCL, which opens connections of "
+                "its own (NCCL_SOCKET_NTHREADS, NCCL_NSOCKS_PERTHREAD)"
+            ] = None
         if codec is not None and not engine.is_data_parallel:
             config.notes[f"{KEY}.replicas has no effect: there is one replica"] = None
         backend = kernels(engine.device).name  # tests Triton's kernels before the first message

@@ -121,10 +121,11 @@ class DualPipeVPath(MessagePath):
                     f"{KEY}.{direction}: DualPipeV posts receives before the size of a message that follows "
                     "from the data is known; allowed: any codec but 'lossless', any feedback but 'aqsgd'"
                 )
-        depth = config.block.link.depth
-        if depth != 1:
-            note = f"{KEY}.link.depth: {depth} has no effect: DualPipeV has a schedule of its own"
-            config.notes[note] = None
+        link = config.block.link
+        for option, value in (("depth", link.depth), ("connections", link.connections)):
+            if value != 1:
+                note = f"{KEY}.link.{option}: {value} has no effect: DualPipeV has a schedule of its own"
+                config.notes[note] = None
         boundaries = 2 * stages - 2
         config.check_boundaries(boundaries)
         return boundaries

@@ -266,7 +266,9 @@ class MessagePath:
         `depth` is said."""
         if not self.is_eager:
             return self.own_link or "blocking"
+        connections = len(self.stage.ends[0].link.groups)
+        several = f", {connections} connections" if connections > 1 else ""
         if self.engine.dynamic_shape and not self.stage.shape_links:
-            return f"eager{depth}, activations in DeepSpeed's order because of dynamic_shape"
+            return f"eager{depth}{several}, activations in DeepSpeed's order because of dynamic_shape"
         order = "" if self.lookahead.left else ", but every message in the order of the schedule"
-        return f"eager{depth}{order}"
+        return f"eager{depth}{several}{order}"

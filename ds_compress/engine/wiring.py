@@ -1,8 +1,11 @@
 """Connect the channels of a stage: which rank each one goes to, over which process group."""
 
+import itertools
 from typing import Any
 
-from ds_compress.config import DIRECTIONS
+import torch
+
+from ds_compress.config import DIRECTIONS, Config
 from ds_compress.engine.intercept import ShapeLinks
 from ds_compress.engine.stage import Instruction, Stage
 from ds_compress.message.channel import Channel
@@ -32,14 +35,18 @@ def wire(stage: Stage, engine: Any, depth: int) -> None:
     extra = [f"{direction}{EXTRA}" for direction in DIRECTIONS if config.has_extra_payload(direction)]
     # NCCL's receive of a shape would hold the device
     shapes = [f"forward{SHAPES}"] if engine.dynamic_shape and not receives_hold_device(engine.device) else []
-    groups = channel_groups(engine.num_stages - 1, [*DIRECTIONS, *extra, *shapes], seconds) if eager else {}
-    stage.groups = list(groups.values())
+    cuts, groups = engine.num_stages - 1, {}
+    if eager:
+        connections = _connections(config, engine.device)
+        groups = channel_groups(cuts, [*DIRECTIONS, *extra], seconds, connections)
+        groups |= channel_groups(cuts, shapes, seconds)
+    stage.groups = list(itertools.chain(*groups.values()))
     stage.extra_groups = {direction for direction in DIRECTIONS if config.has_extra_payload(direction)}
 
     def link(kind: type[Any], channel: Channel, neighbour: int, use: str = "") -> Any:
-        group = groups.get((channel.boundary.number % 2, f"{channel.direction}{use}"))
+        own = groups.get((channel.boundary.number % 2, f"{channel.direction}{use}"), (None,))
         timeout = PeerTimeout(channel.place, seconds)
-        return kind(engine.grid.stage_to_global(neighbour), engine.device, group, timeout, depth)
+        return kind(engine.grid.stage_to_global(neighbour), engine.device, own, timeout, depth)
 
     if eager and shapes:
         after, before = stage.after, stage.before
@@ -71,11 +78,17 @@ def wire_extra_links(stage: Stage, stages: int) -> None:
         return
     missing = [d for d in DIRECTIONS if config.has_extra_payload(d) and d not in stage.extra_groups]
     uses = [f"{direction}{EXTRA}" for direction in missing]
-    groups = channel_groups(stages - 1, uses, config.block.link.timeout_s)
-    stage.groups += groups.values()
+    connections = _connections(config, stage.ends[0].link.device)
+    groups = channel_groups(stages - 1, uses, config.block.link.timeout_s, connections)
+    stage.groups += itertools.chain(*groups.values())
     stage.extra_groups.update(missing)
     for end in stage.ends:
         link, channel = end.link, end.channel
         if channel.direction in missing:
-            group = groups[channel.boundary.number % 2, f"{channel.direction}{EXTRA}"]
-            end.extra_link = type(link)(link.peer, link.device, group, link.timeout, link.depth)
+            own = groups[channel.boundary.number % 2, f"{channel.direction}{EXTRA}"]
+            end.extra_link = type(link)(link.peer, link.device, own, link.timeout, link.depth)
+
+
+def _connections(config: Config, device: torch.device) -> int:
+    """Return over how many connections a channel sends; over NCCL, one: it opens its own."""
+    return 1 if receives_hold_device(device) else config.block.link.connections

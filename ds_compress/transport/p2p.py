@@ -4,10 +4,11 @@ A channel end holds one `Sender` or `Receiver`. In both modes packets of a chann
 were sent.
 
 blocking: DeepSpeed's own order and process group; each call returns when its packet has left or arrived.
-eager:    sends return at once and receives are posted ahead. Each channel of a rank has a process group of
+eager:    sends return at once and receives are posted ahead. Each channel of a rank has process groups of
           its own, so channels need no common order.
 
-It calls torch.distributed itself: `isend` of deepspeed.comm blocks in older releases and has no time-outs.
+Transfers are those of torch.distributed (`parts.py`): `isend` of deepspeed.comm blocks in older releases and
+has no time-outs.
 """
 
 import functools
@@ -26,7 +27,10 @@ from torch.distributed import DistError, Work
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.memory import is_out_of_memory
 from ds_compress.transport.packet import Packet
+from ds_compress.transport.parts import Parts
 from ds_compress.transport.staging import Staged, receives_hold_device, transport_for
+
+Transfer = Work | Parts | Staged
 
 
 def packets_in_flight(depth: int) -> int:
@@ -63,14 +67,14 @@ class PeerTimeout:
     def _limit(self) -> timedelta:
         return timedelta(seconds=self.seconds)
 
-    def wait(self, work: Work | Staged, peer: object, device: torch.device) -> None:
+    def wait(self, work: Transfer, peer: object, device: torch.device) -> None:
         """Wait for a transfer from or to the rank `peer`.
 
         Raises:
             CompressionError: it failed, or took too long; names place and peer.
         """
         try:
-            if device.type == "cpu" or isinstance(work, Staged):
+            if device.type == "cpu" or not isinstance(work, Work):
                 work.wait(self._limit)
             else:  # with a time-out of its own a wait on NCCL would stop the host, not only the stream
                 work.wait()
@@ -108,8 +112,8 @@ class Endpoint:
     peer: int
     """Global rank of the other end."""
     device: torch.device
-    group: Any = None
-    """Process group, see `channel_groups`; None for the default one."""
+    groups: Sequence[Any] = (None,)
+    """Process groups, one for each connection, see `channel_groups`; None is the default one."""
     timeout: PeerTimeout = PeerTimeout()
     depth: int = 1
     """Depth of the schedule that an eager end supports."""
@@ -152,9 +156,9 @@ class Sender(Endpoint):
     def drain(self) -> None:
         """Return when everything sent has left this process."""
 
-    def _isend(self, packet: Packet) -> Work | Staged:
+    def _isend(self, packet: Packet) -> Transfer:
         try:
-            return self._transport.isend(packet.memory, self.peer, group=self.group)
+            return self._transport.isend(packet.memory, self.peer, self.groups)
         except RuntimeError as error:
             self.timeout.raise_for_peer(error, self.peer)
 
@@ -179,9 +183,9 @@ class Receiver(Endpoint):
     def _empty(self, nbytes: int) -> Packet:
         return Packet(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
 
-    def _irecv(self, packet: Packet) -> Work | Staged:
+    def _irecv(self, packet: Packet) -> Transfer:
         try:
-            return self._transport.irecv(packet.memory, self.peer, group=self.group)
+            return self._transport.irecv(packet.memory, self.peer, self.groups)
         except RuntimeError as error:
             self.timeout.raise_for_peer(error, self.peer)
 
@@ -191,7 +195,7 @@ class EagerSender(Sender):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._in_flight: deque[tuple[Packet, Work | Staged]] = deque()
+        self._in_flight: deque[tuple[Packet, Transfer]] = deque()
         self.set_depth(self.depth)
 
     def set_depth(self, depth: int) -> None:
@@ -229,7 +233,7 @@ class EagerReceiver(Receiver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._posted: deque[tuple[Packet, Work | Staged]] = deque()
+        self._posted: deque[tuple[Packet, Transfer]] = deque()
         self._memory: list[Packet] = []
         self._in_use: Packet | None = None
         self._to_post = 0
@@ -281,10 +285,13 @@ def is_connection_lost(error: BaseException | None) -> bool:
 
 
 def channel_groups(
-    boundaries: int, uses: Sequence[str] = ("forward", "backward"), seconds: float = 1800.0
-) -> dict[tuple[int, str], Any]:
-    """Create process groups, all of every rank, by (boundary % 2, use): each of the `uses` has one for the
-    even and one for the odd boundaries.
+    boundaries: int,
+    uses: Sequence[str] = ("forward", "backward"),
+    seconds: float = 1800.0,
+    connections: int = 1,
+) -> dict[tuple[int, str], tuple[Any, ...]]:
+    """Create process groups, all of every rank, by (boundary % 2, use): each of the `uses` has some for the
+    even and some for the odd boundaries, one for each of the `connections` of a channel.
 
     A stage has one even and one odd boundary, and a use has one direction, so a rank has at most one channel
     in a group. NCCL may run all work of a group in order, so no channel waits for another one's packets. All
@@ -293,9 +300,10 @@ def channel_groups(
     Args:
         boundaries: of the pipeline. Every rank of the job passes the same.
         seconds: after which NCCL gives up a transfer.
+        connections: over which a channel sends the parts of a large packet (`transport/parts.py`).
     """
     return {
-        (parity, use): dist.new_group(timeout=timedelta(seconds=seconds))
+        (parity, use): tuple(dist.new_group(timeout=timedelta(seconds=seconds)) for _ in range(connections))
         for use in uses
         for parity in range(min(boundaries, 2))
     }

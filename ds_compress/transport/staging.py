@@ -10,7 +10,7 @@ the channel stay in order, and no channel waits for another.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from types import ModuleType
@@ -20,6 +20,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import Work
+
+from ds_compress.transport import parts
+from ds_compress.transport.parts import Parts
 
 NEED_HOST_MEMORY = ("gloo",)
 """Backends whose send and recv take no device memory; their collectives do."""
@@ -40,9 +43,8 @@ def receives_hold_device(device: torch.device) -> bool:
 
 
 def transport_for(device: torch.device) -> "ModuleType | Staging":
-    """Return what has `isend` and `irecv` for memory of `device`: torch.distributed itself, or a new
-    `Staging`."""
-    return Staging(device) if is_needed(device) else dist
+    """Return what has `isend` and `irecv` for memory of `device`: `parts`, or a new `Staging`."""
+    return Staging(device) if is_needed(device) else parts
 
 
 class _Buffer(NamedTuple):
@@ -53,7 +55,7 @@ class _Buffer(NamedTuple):
 class Staged:
     """A transfer through host memory; replaces a `torch.distributed.Work`."""
 
-    def __init__(self, started: "Future[Work]", finish: Callable[[], None]):
+    def __init__(self, started: "Future[Work | Parts]", finish: Callable[[], None]):
         self._started = started
         self._finish = finish
 
@@ -64,7 +66,7 @@ class Staged:
 
 
 class Staging:
-    """`isend` and `irecv` of torch.distributed for uint8 tensors on a device, for one end of one channel."""
+    """`isend` and `irecv` of `parts` for uint8 tensors on a device, for one end of one channel."""
 
     def __init__(self, device: torch.device):
         module = torch.get_device_module(device)
@@ -74,14 +76,14 @@ class Staging:
         self._thread = ThreadPoolExecutor(1, "ds_compress_staging", module.set_device, (device,))
         self._free: list[_Buffer] = []
 
-    def isend(self, tensor: Tensor, dst: int, group: Any = None) -> Staged:
+    def isend(self, tensor: Tensor, peer: int, groups: Sequence[Any]) -> Staged:
         buffer = self._buffer(tensor.numel())
         buffer.memory.copy_(tensor, non_blocking=True)
         buffer.unused.record()
-        started = self._thread.submit(self._start, dist.isend, buffer, dst, group)
+        started = self._thread.submit(self._start, parts.isend, buffer, peer, groups)
         return Staged(started, lambda: self._free.append(buffer))
 
-    def irecv(self, tensor: Tensor, src: int, group: Any = None) -> Staged:
+    def irecv(self, tensor: Tensor, peer: int, groups: Sequence[Any]) -> Staged:
         buffer = self._buffer(tensor.numel())
 
         def finish() -> None:
@@ -89,14 +91,14 @@ class Staging:
             buffer.unused.record()
             self._free.append(buffer)
 
-        return Staged(self._thread.submit(self._start, dist.irecv, buffer, src, group), finish)
+        return Staged(self._thread.submit(self._start, parts.irecv, buffer, peer, groups), finish)
 
     @staticmethod
-    def _start(transfer: Callable[..., Work | None], buffer: _Buffer, peer: int, group: Any) -> Work:
+    def _start(
+        transfer: Callable[..., Work | Parts], buffer: _Buffer, peer: int, groups: Sequence[Any]
+    ) -> Work | Parts:
         buffer.unused.synchronize()
-        work = transfer(buffer.memory, peer, group=group)
-        assert work is not None, "only ranks of a group have an end of its channel"
-        return work
+        return transfer(buffer.memory, peer, groups)
 
     def _buffer(self, nbytes: int) -> _Buffer:
         # Not kept by size, as in `Sender.memory`

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_compress.engine import wiring
 from ds_compress.kernels import numerics
-from ds_compress.transport import p2p, staging, streams
+from ds_compress.transport import p2p, parts, staging, streams
 
 HOST_WAITS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"}
 """Operations whose result, or its size, the host has to wait for."""
@@ -190,7 +190,7 @@ class Device(TorchDispatchMode):
         """isend and irecv that start when `timeline()` has got there, and that it learns the end of."""
 
         def started(name, access):
-            def start(tensor, peer, group=None):
+            def start(tensor, peer, group):
                 work = getattr(dist, name)(tensor, peer, group=group)
                 return Transfer(work, name, access, tensor, timeline().state(), timeline)
 
@@ -225,9 +225,9 @@ def install(staged, deaf=()):
     numerics.is_readable = lambda x: False
     if staged:
         staging.is_needed = lambda which: True
-        staging.dist = device.transfers(lambda: device.host)  # as gloo's, which know no stream
+        parts.dist = device.transfers(lambda: device.host)  # as gloo's, which know no stream
     else:
-        p2p.transport_for = lambda which: device.transfers(lambda: device.stream)  # as NCCL's
+        parts.dist = device.transfers(lambda: device.stream)  # as NCCL's
         p2p.receives_hold_device = lambda which: True
     device.__enter__()
     return device

@@ -73,10 +73,11 @@ def wired(stages, replicas, stage_id, block):
     wire(stage, engine, depth=1)
     number = {id(group): index for index, group in enumerate(stage.groups)}
     ends = [
-        (number[id(link.group)], end.channel.boundary.number, end.channel.direction, use)
+        (number[id(group)], end.channel.boundary.number, end.channel.direction, use)
         for end in stage.ends
         for use, link in (("packets", end.link), ("rest", end.extra_link))
-        if link.group is not None
+        for group in link.groups
+        if group is not None
     ]
     return sum(calls.values()), ends
 

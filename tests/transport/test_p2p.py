@@ -202,7 +202,7 @@ def test_a_receive_that_holds_the_device_is_posted_when_it_is_asked_for(holds, p
     """Posted at the start of a step, NCCL's receive would spin until this rank's warm-up: a deadlock."""
 
     class Transport:
-        def irecv(self, memory, peer, group=None):
+        def irecv(self, memory, peer, groups):
             posts.append(memory)
             return SimpleNamespace(wait=lambda timeout: None)
 

@@ -1,0 +1,54 @@
+"""Send and receive packets, the large ones in parts, each over a TCP connection of its own.
+
+gloo opens one connection between two ranks of a process group, so part i of a packet goes over group i. Both
+sides know the size of a packet before it comes, so they know its parts, too. Parts arrive in any order, each
+in its place; within a group the packets of a channel keep their order.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import Work
+
+WHOLE = 1 << 16
+"""Bytes of the smallest packet that is split; a smaller one goes over the first connection."""
+ALIGNMENT = 64
+"""Bytes of which the size of each part but the last is a multiple."""
+SHORTEST = timedelta(milliseconds=1)
+"""Time-out of a part when the time of its packet has run out; gloo takes 0 for its default."""
+
+
+class Parts:
+    """The transfers of all parts of a packet; replaces a `torch.distributed.Work`."""
+
+    def __init__(self, works: list[Work]):
+        self._works = works
+
+    def wait(self, timeout: timedelta) -> None:
+        """Return when all parts have left or come; `timeout` is for all of them together."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        for work in self._works:
+            work.wait(max(SHORTEST, timedelta(seconds=deadline - time.monotonic())))
+
+
+def isend(packet: Tensor, peer: int, groups: Sequence[Any]) -> Work | Parts:
+    """Start to send `packet`, uint8 [bytes], over `groups` to the global rank `peer`."""
+    return _start(dist.isend, packet, peer, groups)
+
+
+def irecv(packet: Tensor, peer: int, groups: Sequence[Any]) -> Work | Parts:
+    """Start to receive into `packet`, uint8 [bytes], over `groups` from the global rank `peer`."""
+    return _start(dist.irecv, packet, peer, groups)
+
+
+def _start(transfer: Callable[..., Any], packet: Tensor, peer: int, groups: Sequence[Any]) -> Work | Parts:
+    nbytes = packet.numel()
+    if len(groups) == 1 or nbytes < WHOLE:
+        whole: Work = transfer(packet, peer, group=groups[0])
+        return whole
+    part = -(-nbytes // (len(groups) * ALIGNMENT)) * ALIGNMENT
+    return Parts([transfer(p, peer, group=group) for p, group in zip(packet.split(part), groups)])

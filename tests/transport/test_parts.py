@@ -1,0 +1,262 @@
+"""Packets that leave in parts over several connections arrive whole and in order, and faults stay named."""
+
+import contextlib
+import io
+import os
+import random
+import re
+import socket
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from ds_compress.config import Config
+from ds_compress.engine import attach, wiring
+from ds_compress.transport import parts
+from ds_compress.transport.p2p import EagerReceiver, EagerSender, PeerTimeout, channel_groups
+from tests.support.network import eventually
+from tests.support.pipeline import batches, build, ds_config, same_weights
+from tests.support.pipeline_kinds import KINDS, train_all
+from tests.support.ranks import run_ranks
+from tests.support.refusals import refusal
+from tests.transport.streams import install
+
+CPU = torch.device("cpu")
+CONNECTIONS = 3
+SIZES = [1, 63, 64, 65, 191, 192, 193, 1000, 4096, 5003]
+
+
+def started(monkeypatch, nbytes, groups):
+    """(group, first byte, bytes) of each transfer of a packet, in the order in which they start."""
+    found, packet = [], torch.zeros(nbytes, dtype=torch.uint8)
+
+    def irecv(memory, peer, group):
+        assert memory.untyped_storage().data_ptr() == packet.data_ptr()  # in place
+        found.append((group, memory.storage_offset(), memory.numel()))
+
+    monkeypatch.setattr(parts, "dist", SimpleNamespace(irecv=irecv, isend=None))
+    parts.irecv(packet, 1, groups)
+    return found
+
+
+@pytest.mark.parametrize("nbytes", [parts.WHOLE, parts.WHOLE + 1, 1_000_003])
+@pytest.mark.parametrize("connections", range(2, 17))
+def test_the_parts_of_a_packet_are_the_packet(nbytes, connections, monkeypatch):
+    found = started(monkeypatch, nbytes, range(connections))
+    assert [group for group, *_ in found] == list(range(connections))
+    ends = [first + size for _, first, size in found]
+    assert [first for _, first, _ in found] == [0, *ends[:-1]] and ends[-1] == nbytes
+    sizes = [size for *_, size in found]
+    assert len(set(sizes[:-1])) == 1 and sizes[0] % parts.ALIGNMENT == 0 and 0 < sizes[-1] <= sizes[0]
+
+
+def test_a_small_packet_stays_whole(monkeypatch):
+    assert started(monkeypatch, parts.WHOLE - 1, "abc") == [("a", 0, parts.WHOLE - 1)]
+    assert started(monkeypatch, 1 << 20, "a") == [("a", 0, 1 << 20)]
+
+
+def test_the_time_out_is_that_of_all_parts_together():
+    class Slow:
+        def wait(self, timeout):
+            given.append(timeout)
+            time.sleep(0.05)
+
+    given = []
+    parts.Parts([Slow(), Slow(), Slow()]).wait(timedelta(seconds=0.08))
+    assert given[0] > timedelta(seconds=0.03) > given[1] > given[2] == parts.SHORTEST
+
+
+def shuffle_parts():
+    """Let the transfers of each group start in a thread of its own, each after a random pause."""
+    pauses, threads, isend = random.Random(5), {}, dist.isend
+
+    def later(packet, peer, group):
+        thread = threads.setdefault(group, ThreadPoolExecutor(1))
+        pause = 0.002 * pauses.random() if pauses.random() < 0.05 else 0
+
+        def run():
+            time.sleep(pause)
+            return isend(packet, peer, group=group)
+
+        work = thread.submit(run)
+        return SimpleNamespace(wait=lambda timeout: work.result().wait(timeout))
+
+    parts.dist = SimpleNamespace(isend=later, irecv=dist.irecv)
+
+
+def messages(count, depth, staged):
+    """Rank 0 sends packets of many sizes, their parts in any order; rank 1 returns those that came wrong."""
+    if staged:
+        install(staged=True)
+    groups, rank = channel_groups(1, connections=CONNECTIONS)[0, "forward"], dist.get_rank()
+    sizes = [random.Random(n // 10).choice(SIZES) for n in range(count)]  # ten of a size, then another
+    content = torch.arange(max(SIZES), dtype=torch.int64)
+    wrong = []
+    if rank == 0:
+        if not staged:
+            shuffle_parts()
+        sender = EagerSender(1, CPU, groups, depth=depth)
+        for number, size in enumerate(sizes):
+            packet = sender.memory(size)
+            packet.memory.copy_(content[:size] * 7 + number)
+            sender.send(packet)
+        sender.drain()
+        return len(sender._free)
+    receiver = EagerReceiver(0, CPU, groups, depth=depth)
+    for number, size in enumerate(sizes):
+        if number % 10 == 0:
+            receiver.expect(size, 10)
+        if not receiver.receive(size).memory.equal((content[:size] * 7 + number).to(torch.uint8)):
+            wrong.append(number)
+    return wrong
+
+
+@pytest.mark.parametrize("count, depth, staged", [(10_000, 1, False), (2_000, 4, False), (500, 1, True)])
+def test_parts_that_arrive_in_any_order_are_put_together(count, depth, staged, monkeypatch):
+    """In host memory, too, where the device's cannot be sent."""
+    monkeypatch.setattr(parts, "WHOLE", 64)
+    free, wrong = run_ranks(2, messages, count, depth, staged)
+    assert wrong == [] and free <= 3 + depth
+
+
+def sockets():
+    """File descriptors of this process's TCP connections."""
+    found = set()
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
+            if each.family in (socket.AF_INET, socket.AF_INET6) and each.getpeername():
+                found.add(fd)
+    return found
+
+
+def failing(how, number, folder):
+    """Rank 0 writes what it is told when connection `number` is cut, or when rank 1 dies or stops, while the
+    parts of a packet are under way."""
+    rank, connections = dist.get_rank(), [channel_groups(1)[0, "forward"][0] for _ in range(number)]
+    before = sockets()
+    connections.append(channel_groups(1)[0, "forward"][0])
+    last = sockets() - before
+    connections += [channel_groups(1)[0, "forward"][0] for _ in range(CONNECTIONS - 1 - number)]
+    packet, message = torch.zeros(1 << 22, dtype=torch.uint8), folder / "message"
+    if rank == 1:
+        never = connections[number]
+        parts.dist = SimpleNamespace(
+            isend=lambda part, peer, group: None if group is never else dist.isend(part, peer, group=group)
+        )
+        sent = parts.isend(packet, 0, connections)
+        if how == "dies":
+            os._exit(0)
+        if how == "cut":
+            for fd in last:
+                with socket.socket(fileno=os.dup(fd)) as each:
+                    each.shutdown(socket.SHUT_RDWR)
+        eventually(message.exists, 60)
+        del sent
+        os._exit(0)
+    timeout = PeerTimeout("boundary 0, backward", 2 if how == "stops" else 600)
+    receiver = EagerReceiver(1, CPU, connections, timeout)
+
+    def receive():
+        receiver.expect(packet.numel(), 3)  # the connection may be gone by now
+        receiver.receive(packet.numel())
+
+    (folder / "new").write_text(refusal(receive))
+    (folder / "new").rename(message)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("number", range(CONNECTIONS))
+@pytest.mark.parametrize(
+    "how, said", [("cut", "is gone: "), ("dies", "is gone: "), ("stops", "did not answer within 2 s")]
+)
+def test_a_part_that_never_comes_is_named(how, said, number, tmp_path):
+    ended = run_ranks(2, failing, how, number, tmp_path, check=False)
+    message = tmp_path / "message"
+    assert message.exists(), ended
+    assert f"boundary 0, backward: rank 1 {said}" in message.read_text()
+
+
+LOSSLESS = {direction: {"codec": "lossless"} for direction in ("forward", "backward")}
+SEVERAL = {"link": {"connections": CONNECTIONS}}
+KINDS_TRIED = ["tensor", "mixed-dynamic", "floats", "mask", "tp-partitioned", "zero-1", "fp16"]
+
+
+@pytest.mark.parametrize("name", [kind for kind in KINDS_TRIED if kind in KINDS])
+@pytest.mark.extended(keep=2)
+def test_several_connections_change_no_bit(name, monkeypatch):
+    monkeypatch.setattr(parts, "WHOLE", 64)  # the packets of these pipelines are small
+    kind = KINDS[name]
+    blocks = {"one": {}, "several": SEVERAL, "one, lossless": LOSSLESS}
+    blocks["several, lossless"] = {**LOSSLESS, **SEVERAL}
+    with contextlib.redirect_stdout(io.StringIO()):
+        ranks = run_ranks(kind.world_size, train_all, kind, blocks)
+    for runs in ranks:
+        for codec in ("", ", lossless"):
+            one, several = runs[f"one{codec}"], runs[f"several{codec}"]
+            assert same_weights(one.pop("weights"), several.pop("weights"))
+            assert one == several
+        if "stock" in runs:
+            assert runs["stock"]["losses"] == runs["several"]["losses"]
+
+
+def used_groups(block):
+    """How many transfers start in each process group of a channel in a step, and the line of the start-up."""
+    transfers = Counter()
+
+    def counted(name):
+        function = getattr(dist, name)
+
+        def run(packet, peer, group):
+            transfers[name, numbers[id(group)]] += 1
+            return function(packet, peer, group=group)
+
+        return run
+
+    parts.dist = SimpleNamespace(isend=counted("isend"), irecv=counted("irecv"))
+    engine = build(2, ds_config(block))
+    ends = engine.ds_compress.stage.ends
+    numbers = {id(group): at for end in ends for at, group in enumerate(end.link.groups)}
+    engine.train_batch(batches())
+    return transfers, engine.ds_compress.monitor.link
+
+
+def test_every_part_goes_over_a_connection_of_its_own(monkeypatch):
+    monkeypatch.setattr(parts, "WHOLE", 64)
+    for transfers, link in run_ranks(2, used_groups, {"link": {"connections": CONNECTIONS, "depth": 2}}):
+        assert len(transfers) == 2 * CONNECTIONS and len(set(transfers.values())) == 1, transfers
+        assert re.search(rf"\b{CONNECTIONS} connections\b", link), link
+
+
+def differing(connections):
+    rank = dist.get_rank()
+    return refusal(build, 2, ds_config({"link": {"connections": connections[rank]}}))
+
+
+def test_two_sides_that_disagree_are_refused():
+    said = "ds_compress.link.connections: rank 0 has 1, rank 1 has 4; use the same on all nodes"
+    assert run_ranks(2, differing, (1, 4)) == [said, said]
+
+
+def over_nccl():
+    attach.receives_hold_device = lambda device: True
+    wiring.receives_hold_device = attach.receives_hold_device
+    engine = build(2, ds_config(SEVERAL))
+    return list(engine.ds_compress.config.notes), {
+        len(end.link.groups) for end in engine.ds_compress.stage.ends
+    }
+
+
+def test_over_nccl_it_is_ignored_with_one_line():
+    for notes, groups in run_ranks(2, over_nccl):
+        assert [note for note in notes if "link.connections: 3 has no effect over NCCL" in note] == notes
+        assert groups == {1}
+
+
+def test_a_number_of_connections_is_a_setting_of_both_sides():
+    assert Config({"link": {"connections": 4}}).settings["link"]["connections"] == 4
