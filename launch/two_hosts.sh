@@ -8,6 +8,8 @@
 #   RATE      of the link, each direction, as tc writes it: 1gbit, 200mbit; unset: as fast as the machine
 #   RTT_MS    there and back, in milliseconds (default 0: a veth pair; else a tun device on each host, and bench/delayed_link.py
 #             between them: not every kernel has netem)
+#   LOSS      packets lost at random of every 100, each direction (default 0; the same process drops them)
+#   JITTER_MS most that a packet is later than RTT_MS / 2, in milliseconds, at random, in their order (default 0)
 #   SLOTS     ranks on each host (default 1)
 #   CORES     core of host A and core of host B (default "0 1"): the ranks of a host share one
 #   COUNTERS  file that gets the bytes that left host A and host B, TCP and IP headers included, in two lines
@@ -48,11 +50,11 @@ trap 'exit 130' INT
 trap 'exit 143' TERM
 
 ip netns add $a && ip netns add $b || fail "this kernel or container does not allow network namespaces"
-if [[ ${RTT_MS:-0} == 0 ]]; then
+if [[ ${RTT_MS:-0} == 0 && ${LOSS:-0} == 0 && ${JITTER_MS:-0} == 0 ]]; then
     ip -n $a link add wire type veth peer name wire netns $b || fail "this kernel has no veth devices"
 else
     [[ -c /dev/net/tun ]] || fail "this kernel has no tun devices: /dev/net/tun is missing"
-    python3 "$(dirname "$0")/bench/delayed_link.py" $a $b wire "$RTT_MS" &
+    python3 "$(dirname "$0")/bench/delayed_link.py" $a $b wire "${RTT_MS:-0}" "${LOSS:-0}" "${JITTER_MS:-0}" &
     relay=$!
     until ip -n $b link show wire >/dev/null 2>&1; do
         kill -0 $relay 2>/dev/null || fail "bench/delayed_link.py has ended"

@@ -1,16 +1,18 @@
-"""Connect two network namespaces by a link that delays every packet, for two_hosts.sh on kernels without
-netem.
+"""Connect two network namespaces by a link that delays packets and loses some, for two_hosts.sh on kernels
+without netem.
 
-    python launch/bench/delayed_link.py HOST_A HOST_B DEVICE RTT_MS
+    python launch/bench/delayed_link.py HOST_A HOST_B DEVICE RTT_MS [LOSS [JITTER_MS]]
 
-Makes a tun device of that name in each namespace and carries IP packets between them, each RTT_MS / 2 late,
-in their order, until it is ended. How fast they go in is the business of tc on the devices. Needs root.
+Makes a tun device of that name in each namespace and carries IP packets between them, each RTT_MS / 2 and a
+random time of 0 to JITTER_MS late, in their order, until it is ended. Of every 100 packets LOSS are lost, at
+random. How fast they go in is the business of tc on the devices. Needs root.
 """
 
 import contextlib
 import ctypes
 import fcntl
 import os
+import random
 import select
 import struct
 import sys
@@ -37,8 +39,15 @@ def device_in(namespace: str, name: str) -> int:
     return device
 
 
-def carry(devices: tuple[int, int], seconds: float) -> None:
-    """Forward packets between two devices, each `seconds` late; never returns."""
+def carry(devices: tuple[int, int], seconds: float, loss: float = 0.0, jitter: float = 0.0) -> None:
+    """Forward packets between two devices; never returns.
+
+    Args:
+        seconds: that each packet is late.
+        loss: the share of packets that are dropped.
+        jitter: the most seconds that a packet is later than that; packets stay in their order.
+    """
+    chance = random.Random(1)
     other = dict(zip(devices, reversed(devices)))
     in_flight: dict[int, deque[tuple[float, bytes]]] = {device: deque() for device in devices}  # by goal
     while True:
@@ -51,7 +60,9 @@ def carry(devices: tuple[int, int], seconds: float) -> None:
                     packet = os.read(device, LARGEST)
                 except BlockingIOError:
                     break
-                in_flight[other[device]].append((now + seconds, packet))
+                if chance.random() >= loss:
+                    queue, due_at = in_flight[other[device]], now + seconds + jitter * chance.random()
+                    queue.append((max(due_at, queue[-1][0]) if queue else due_at, packet))
         now = time.monotonic()
         for device, packets in in_flight.items():
             while packets and packets[0][0] <= now:
@@ -60,8 +71,10 @@ def carry(devices: tuple[int, int], seconds: float) -> None:
 
 
 def main() -> None:
-    host_a, host_b, name, rtt = sys.argv[1:]
-    carry((device_in(host_a, name), device_in(host_b, name)), float(rtt) / 2e3)
+    host_a, host_b, name, rtt, *more = sys.argv[1:]
+    loss, jitter = [*map(float, more), 0.0, 0.0][:2]
+    devices = device_in(host_a, name), device_in(host_b, name)
+    carry(devices, float(rtt) / 2e3, loss / 100, jitter / 1e3)
 
 
 if __name__ == "__main__":

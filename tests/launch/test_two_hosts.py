@@ -75,6 +75,14 @@ def test_a_far_link_delays_every_packet_and_loses_none(rate, tmp_path):
 
 
 @pytest.mark.skipif(bool(reason_for_none()), reason=reason_for_none())
+@pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="this kernel has no tun devices")
+def test_a_link_that_loses_packets_sends_them_again(tmp_path):
+    found, (sent, _) = pinged(tmp_path, LOSS="5", JITTER_MS="3")
+    assert found["same"]
+    assert sent > 1.03 * 2_100_000 * 1500 / 1448  # those that were lost have left twice
+
+
+@pytest.mark.skipif(bool(reason_for_none()), reason=reason_for_none())
 def test_a_slow_link_is_slow_for_a_small_message_too(tmp_path):
     """A burst of 128 KiB after every pause passed any rate: 4-bit messages at 9 Mbit/s cost nothing."""
     found, _ = pinged(tmp_path, RATE="5mbit")
