@@ -29,7 +29,7 @@ from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.numerics import is_readable
 from ds_compress.kernels.quantize.bits import packed_size
 from ds_compress.kernels.quantize.grid import Grid
-from ds_compress.kernels.quantize.hadamard import key_of
+from ds_compress.kernels.quantize.hadamard import cut_growth, key_of
 
 _MADE = (torch.float32, torch.bfloat16)
 """Dtypes that kernels decode to."""
@@ -264,7 +264,11 @@ class Quantize(Codec, FusesFeedback):
     def stability(self, spec: TensorSpec) -> Stability:
         # the error of a value is half a step, or a step; rounding the scales adds up to 2 %
         steps = 2 if self.options.rounding == "stochastic" else 1
-        return Stability(steps * 1.02 / self._grid().top, self.unbiased, "max")
+        _, size = group_shape(spec, self.options.group_size)
+        # the error of the zeros that fill up the last group is cut off
+        rest = spec.numel % size if self.options.hadamard else 0
+        factor = max(1.0, cut_growth(size, rest))
+        return Stability(factor * steps * 1.02 / self._grid().top, self.unbiased, "max")
 
     @functools.cached_property
     def unbiased(self) -> bool:

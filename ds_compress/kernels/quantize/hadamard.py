@@ -41,6 +41,14 @@ def rotate_back(groups: Tensor, key: int) -> Tensor:
     return _butterflies(groups) * diagonal(groups.shape[1], key, groups.device)
 
 
+@cache
+def cut_growth(size: int, values: int) -> float:
+    """Return how many times as large the largest coefficient of a group can get when all but its first
+    `values` values become 0: the norm of that projection in rotated coordinates."""
+    kept = torch.arange(size, device="cpu")[None] < values
+    return _butterflies(kept.float()).abs().sum().item() / size
+
+
 def diagonal(size: int, key: int, device: torch.device) -> Tensor:
     """Return fp32 [size]: the square root of 1 / size with the sign of each value, equal for all groups."""
     # one per stream: another stream would not wait for the kernels that draw the signs
