@@ -289,7 +289,7 @@ def pages() -> Iterator[tuple[Path, str]]:
         "small": small_table(),
         "long": costs_table(["long"]),
         "errors": f"{forward_errors.correlations(errors)}\n\n{forward_errors.budgets(errors)}",
-        "costs": costs_table(),
+        "costs": costs_table(["real", "small", "wide"]),
         "guard": guard_table(judged),
         "replicas": replicas_table(read_rows(ROOT / "results" / "replicas.jsonl")),
         "replica-links": replica_links_table(),

@@ -10,7 +10,7 @@ from launch.reproduce.run import Row
 from launch.reproduce.settings import REPLICAS
 from launch.reproduce.tables import METRICS, markdown
 
-ACROSS = ("real", "small", "wide")
+ACROSS = ("real", "small", "wide", "long")
 """Presets of several architectures, on which recipes are judged."""
 REAL_TASKS = {
     "smollm2-full": "SmolLM2, all weights",
