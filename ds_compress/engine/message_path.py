@@ -266,7 +266,7 @@ class MessagePath:
         `depth` is said."""
         if not self.is_eager:
             return self.own_link or "blocking"
-        connections = len(self.stage.ends[0].link.groups)
+        connections = max((len(end.link.groups) for end in self.stage.ends), default=1)  # none of one stage
         several = f", {connections} connections" if connections > 1 else ""
         if self.engine.dynamic_shape and not self.stage.shape_links:
             return f"eager{depth}{several}, activations in DeepSpeed's order because of dynamic_shape"
