@@ -267,7 +267,7 @@ class Quantize(Codec, FusesFeedback):
         _, size = group_shape(spec, self.options.group_size)
         # the error of the zeros that fill up the last group is cut off
         rest = spec.numel % size if self.options.hadamard else 0
-        factor = max(1.0, cut_growth(size, rest))
+        factor = max(1.0, cut_growth(size, rest)) if rest else 1.0
         return Stability(factor * steps * 1.02 / self._grid().top, self.unbiased, "max")
 
     @functools.cached_property

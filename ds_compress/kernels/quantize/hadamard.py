@@ -45,7 +45,7 @@ def rotate_back(groups: Tensor, key: int) -> Tensor:
 def cut_growth(size: int, values: int) -> float:
     """Return how many times as large the largest coefficient of a group can get when all but its first
     `values` values become 0: the norm of that projection in rotated coordinates."""
-    kept = torch.arange(size, device="cpu")[None] < values
+    kept = torch.arange(size, dtype=torch.int64, device="cpu")[None] < values
     return _butterflies(kept.float()).abs().sum().item() / size
 
 
