@@ -75,8 +75,7 @@ class MessagePath:
         return stages - 1
 
     def connect(self, p2p: PointToPoint, depth: int) -> Stage:
-        """Return this rank's stage, connected with its neighbours by links for
-        schedules of `depth`."""
+        """Return this rank's stage, connected with its neighbours by links for schedules of `depth`."""
         engine, config = self.engine, self.config
         number, replica = engine.stage_id, engine.grid.get_data_parallel_id()
         before = Boundary(number - 1, config, replica) if number > 0 else None
@@ -262,8 +261,11 @@ class MessagePath:
                 del pipe_schedule.steps
 
     def describe_link(self, depth: str) -> str:
-        """Return what the start-up line calls the link, by what it did in the schedule in progress, of which
-        `depth` is said."""
+        """Return what the start-up line calls the link, by what it did in the schedule in progress.
+
+        Args:
+            depth: the part of the line about the depth (`DepthController.describe`).
+        """
         if not self.is_eager:
             return self.own_link or "blocking"
         connections = max((len(end.link.groups) for end in self.stage.ends), default=1)  # none of one stage

@@ -74,7 +74,7 @@ def wire_extra_links(stage: Stage, stages: int) -> None:
     every rank of the job calls it. `stages`: of the pipeline.
     """
     config = stage.config
-    if config.block.link.mode != "eager":
+    if config.block.link.mode != "eager" or not stage.ends:  # of one stage there are none
         return
     missing = [d for d in DIRECTIONS if config.has_extra_payload(d) and d not in stage.extra_groups]
     uses = [f"{direction}{EXTRA}" for direction in missing]

@@ -47,8 +47,8 @@ RECIPES: dict[str, Quality] = {
     "safe": "safe",
 }
 """The strictest quality that each may be used for. Errors in the first steps are not enough to know: messages
-of a young model lie in few directions, and the codecs of `aggressive` were within the budget of `safe` on a
-mixture of experts, whose loss rose by 3.0 % in 300 steps (results/long.jsonl; `safe` itself: 0.8 %)."""
+of a young model lie in few directions, and codecs of `aggressive` were within the budget of `safe`. From
+scratch they cost a mixture of experts 2.9 %, `safe` 0.3 % (300 steps, three seeds: results/long.jsonl)."""
 
 
 @dataclass(frozen=True)

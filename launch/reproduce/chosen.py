@@ -56,11 +56,7 @@ def choose(block: Block, task: Task, seed: int, device: torch.device) -> Choice:
     ]
     raw = [sum(x.nbytes for x in found[n, "forward"][0]) for n in range(len(boundaries))]
     networks, workload = (SLOW,) * len(boundaries), Workload((1e-3,) * STAGES, (1e-3,) * STAGES, 1)
-    allowed = [
-        each
-        for each in combine(evaluations, networks, limits, eager=True)
-        if limits.allow(each.errors.token_error, each.errors.gradient_error)
-    ]
+    allowed = [each for each in combine(evaluations, networks, limits, eager=True) if each.is_within(limits)]
     best: dict[str, Any] | None = pick_best(
         rank(workload, networks, [uncompressed_recipe(raw, raw), *allowed]), limits
     )

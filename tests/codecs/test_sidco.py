@@ -65,8 +65,8 @@ def made_for_the_fit(name, k, d):
 @pytest.mark.parametrize("density", [0.5, 0.25, 0.1, 0.01])
 @pytest.mark.parametrize("name", ["zeros first", "giant last", "two levels"])
 def test_a_selection_is_never_without_energy(name, density, d):
-    """Zeros were kept in the place of equal entries, none of which was above the threshold: error feedback
-    then never sent these, though the codec was called a contraction."""
+    """Where all entries but zeros were equal, none was above the threshold, and the zeros were sent. Error
+    feedback then never sent the others, though the codec was called a contraction."""
     k = max(1, round(density * d))
     x = made_for_the_fit(name, k, d)
     kept = x.flatten()[above_threshold(x, k).indices]

@@ -170,9 +170,9 @@ def test_separable_candidates_go_with_any_other_direction():
             Config({direction: candidate.block[direction]})
 
 
-def test_a_quality_never_takes_what_costs_more_than_its_recipe():
-    """Messages of a young model lie in few directions: those of an experts' third step let the codecs of
-    `aggressive` pass the budget of `safe`, and the loss rose by 3 % in 300 steps."""
+def test_a_quality_never_takes_what_sends_fewer_bits_than_its_recipe():
+    """Messages of a young model lie in few directions: in the third step of a mixture of experts codecs of
+    `aggressive` were within the budget of `safe`."""
     names = {quality: {each.name for each in candidates_for(quality)} for quality in LIMITS}
     assert names["lossless"] == {"none", "lossless"}
     assert names["lossless"] < names["safe"] < names["balanced"] < names["aggressive"]
