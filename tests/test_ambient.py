@@ -108,10 +108,10 @@ def codecs_of(number):
     block = {"forward": {"codec": codec, "feedback": feedback}, "warmup_steps": 1}
     try:
         block["backward"] = {"codec": codec, "feedback": feedback if "backward" in directions else "none"}
-        return Config(block).codecs(None)
+        return Config(block).in_force.codecs(None)
     except CompressionError:  # what is for one direction only
         block.update({"forward": {"codec": "topk"}, "backward": {"codec": codec}})
-        return Config(block).codecs(None)
+        return Config(block).in_force.codecs(None)
 
 
 @cache

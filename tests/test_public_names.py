@@ -69,7 +69,7 @@ GOOD = """
     number: int = Half().own()
     codec: Codec = build({"name": "half"})
     size: int = TensorSpec((2, 3), torch.float32).nbytes
-    forward: Codec = Config({"forward": {"codec": "half"}}).codecs(0).forward
+    forward: Codec = Config({"forward": {"codec": "half"}}).in_force.codecs(0).forward
     error: type[ValueError] = CompressionError
     release: str = __version__
     check_codec("half")

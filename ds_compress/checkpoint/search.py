@@ -76,7 +76,7 @@ class Side:
 
     @property
     def settings(self) -> dict[str, Any]:
-        return self.boundary.config.codecs(self.boundary.number).settings
+        return self.boundary.config.in_force.codecs(self.boundary.number).settings
 
 
 class Found(NamedTuple):

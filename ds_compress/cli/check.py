@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     config = Config(ds_config[KEY])
     rows = message_sizes(config, args.stages, TensorSpec(args.shape, DTYPES[args.dtype]))
     keys = ("boundary", "direction", "raw_bytes", "wire_bytes")
-    larger = dict.fromkeys(config.size_note(*(row[key] for key in keys)) for row in rows)
+    larger = dict.fromkeys(config.in_force.size_note(*(row[key] for key in keys)) for row in rows)
     if args.replicas and args.parameters:
         rows += replica_sizes(config, args.replicas, args.parameters, DTYPES[args.dtype], args.shape[-1])
     slow = slow_notes(config, rows, args) if args.gbps else ()
@@ -211,7 +211,8 @@ def slow_notes(config: Config, rows: Sequence[Mapping[str, Any]], args: argparse
         place, direction = row["boundary"], row["direction"]
         if place == "replicas" or row["codec"] in (*UNCOMPRESSED, *measured):
             continue
-        if config.codecs(place).feedbacks[direction].sample_ids is not None:  # a message is of its samples
+        feedback = config.in_force.codecs(place).feedbacks[direction]
+        if feedback.sample_ids is not None:  # a message is of its samples
             continue
         measured.add(row["codec"])
         channels = [getattr(Boundary(place, config), direction) for _ in range(2)]
@@ -269,7 +270,7 @@ def message_sizes(config: Config, stages: int, spec: TensorSpec) -> list[dict[st
     Raises:
         CompressionError: settings for a boundary that does not exist.
     """
-    config.check_boundaries(stages - 1)
+    config.in_force.check_boundaries(stages - 1)
     rows = []
     for place in range(stages - 1):
         boundary = Boundary(place, config)

@@ -168,7 +168,7 @@ def _recipe_row(name: str) -> dict[str, Any]:
     raw, wire = (sum(row[key] for row in sizes.values()) for key in ("raw_bytes", "wire_bytes"))
     return {
         "recipe": name,
-        **{direction: str(getattr(config.codecs(None), direction)) for direction in DIRECTIONS},
+        **{direction: str(getattr(config.in_force.codecs(None), direction)) for direction in DIRECTIONS},
         **{f"bits_{direction}": sizes[direction]["bits_per_value"] for direction in DIRECTIONS},
         "ratio": raw / wire,
         "block": block,

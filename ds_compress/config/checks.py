@@ -6,26 +6,27 @@ from typing import Any
 from ds_compress.codec import TYPICAL, Codec
 from ds_compress.codecs.mixins import layers
 from ds_compress.config.block import DIRECTIONS, KEY, Block
+from ds_compress.config.codec_settings import CodecSettings
+from ds_compress.config.policies.base import Policy
 from ds_compress.config.recipes import AUTO, LIMITS
 from ds_compress.errors import CompressionError, shown, shown_key
 
 _MISSING = object()
 
 
-def unused_options(config: Any, written: Mapping[str, Any]) -> Iterator[str]:
+def unused_options(settings: CodecSettings, policy: Policy, written: Mapping[str, Any]) -> Iterator[str]:
     """Yield one line for each option that is given, and has no effect.
 
     Args:
-        config: a `Config`.
         written: the block as the user wrote it, without what its recipe adds.
     """
-    if not config.block.enabled:
+    if not settings.block.enabled:
         return
-    yield from _of_aqsgd(config)
-    yield from _of_ladders(config, written)
-    if config.quality is not None:  # the codecs are not chosen yet
+    yield from _of_aqsgd(settings)
+    yield from _of_ladders(policy, written)
+    if settings.block.quality is not None:  # the codecs are not chosen yet
         return
-    for path, reason in {**_of_codecs(config), **_of_feedbacks(config), **_of_guard(config)}.items():
+    for path, reason in {**_of_codecs(settings), **_of_feedbacks(settings), **_of_guard(settings)}.items():
         value: Any = written
         for key in path.split("."):
             value = value.get(key, _MISSING) if isinstance(value, Mapping) else _MISSING
@@ -33,26 +34,26 @@ def unused_options(config: Any, written: Mapping[str, Any]) -> Iterator[str]:
             yield f"{KEY}.{path}: {shown(value)} has no effect: {reason}"
 
 
-def _of_codecs(config: Any) -> dict[str, str]:
+def _of_codecs(settings: CodecSettings) -> dict[str, str]:
     """Return why an option has no effect beside the codecs of the block, by path; "" where it has one."""
-    pairs = list(config.pairs())
+    pairs = list(settings.pairs())
     compresses = any(codec.name != "none" for codec, _ in pairs)
-    forward = any(config.codecs(number).forward.name != "none" for number in config.configured_boundaries)
+    forward = any(settings.codecs(number).forward.name != "none" for number in settings.configured_boundaries)
     nothing = "" if compresses else "no codec is set, so nothing is compressed"
-    positions = "" if config.block.tensors == "large" else "tensors names positions, whatever their size"
+    positions = "" if settings.block.tensors == "large" else "tensors names positions, whatever their size"
     return {
         "warmup_steps": nothing,
         "warmup_epochs": nothing,
         "tensors": nothing,
         "min_numel": nothing or positions,
         "eval": nothing or ("" if forward else "activations have no codec"),
-        "state_check_every": "" if config.has_mirrored_state else "no feedback mirrors its state",
+        "state_check_every": "" if settings.has_mirrored_state else "no feedback mirrors its state",
     }
 
 
-def _of_guard(config: Any) -> dict[str, str]:
+def _of_guard(settings: CodecSettings) -> dict[str, str]:
     """Return why an option of the guard has no effect, by path; "" where it has one."""
-    guard, used = config.block.guard, [config.codecs(number) for number in config.configured_boundaries]
+    guard, used = settings.block.guard, [settings.codecs(number) for number in settings.configured_boundaries]
     options = ("loss", "loss_floor", "error", "gradient_error", "residual", "nonfinite", "action")
     loses_forward = any(each.forward.error_bound(TYPICAL) > 0 for each in used)
     loses_backward = any(each.backward.error_bound(TYPICAL) > 0 for each in used)
@@ -65,9 +66,9 @@ def _of_guard(config: Any) -> dict[str, str]:
         not_compared = "activations have a feedback, which evaluation leaves out"
     elif not loses_forward:
         not_compared = "no codec of activations loses anything"
-    is_measured = guard.every or config.block.monitor.every
+    is_measured = guard.every or settings.block.monitor.every
     not_measured = "" if is_measured else "guard.every and monitor.every are 0, so no step is measured"
-    has_residual = any(f.name != "none" and not f.has_mirrored_state for _, f in config.pairs())
+    has_residual = any(f.name != "none" and not f.has_mirrored_state for _, f in settings.pairs())
     return {
         "guard.loss": not_compared,
         "guard.loss_floor": not_compared,
@@ -79,37 +80,37 @@ def _of_guard(config: Any) -> dict[str, str]:
     }
 
 
-def _of_feedbacks(config: Any) -> dict[str, str]:
+def _of_feedbacks(settings: CodecSettings) -> dict[str, str]:
     """Return why a feedback has no effect, by path; "" where it has one at some boundary."""
     reasons: dict[str, str] = {}
-    for number in (*config.configured_boundaries, None):
+    for number in (*settings.configured_boundaries, None):
         for direction in DIRECTIONS:
-            chosen = config.find_choice(number, direction)
+            chosen = settings.find_choice(number, direction)
             path = chosen["feedback"][1].removeprefix(f"{KEY}.")
             is_alone = chosen["codec"][0] in ("none", {"name": "none"})
-            is_alone &= config.codecs(number).feedbacks[direction].name != "none"
+            is_alone &= settings.codecs(number).feedbacks[direction].name != "none"
             reasons[path] = "its codec is 'none'" if is_alone and reasons.get(path, True) else ""
     return reasons
 
 
-def _of_aqsgd(config: Any) -> Iterator[str]:
-    for number in config.configured_boundaries:
-        options = config.codecs(number).feedbacks["forward"].options
+def _of_aqsgd(settings: CodecSettings) -> Iterator[str]:
+    for number in settings.configured_boundaries:
+        options = settings.codecs(number).feedbacks["forward"].options
         if getattr(options, "scope", "") == "micro_batch" and "batch_dim" in options.model_fields_set:
-            path = config.find_choice(number, "forward")["feedback"][1]
+            path = settings.find_choice(number, "forward")["feedback"][1]
             yield f"{path}.batch_dim: {options.batch_dim} has no effect with scope 'micro_batch'"
 
 
-def _of_ladders(config: Any, written: Mapping[str, Any]) -> Iterator[str]:
+def _of_ladders(policy: Policy, written: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for options of a codec that a policy replaces before any message is compressed."""
     for direction in DIRECTIONS:
         own = written.get(direction)
         codec = own.get("codec") if isinstance(own, Mapping) else None
-        for option, values in (getattr(config.policy.options, direction, None) or {}).items():
+        for option, values in (getattr(policy.options, direction, None) or {}).items():
             if isinstance(codec, Mapping) and option in codec:
                 yield (
                     f"{KEY}.{direction}.codec.{option}: {shown(codec[option])} has no effect: policy "
-                    f"{config.policy.name!r} sets it to {', '.join(map(shown, values))}"
+                    f"{policy.name!r} sets it to {', '.join(map(shown, values))}"
                 )
 
 
@@ -175,17 +176,14 @@ def check(block: Block) -> None:
         )
 
 
-def feedback_notes(config: Any) -> Iterator[str]:
+def feedback_notes(settings: CodecSettings) -> Iterator[str]:
     """Yield one line for each feedback beside a coarse, biased codec of gradients.
 
     Its residuals come from other samples, so the bias of the codec reaches the optimizer all the same
     (docs/codecs.md has the losses).
-
-    Args:
-        config: a `Config`.
     """
-    for number in config.configured_boundaries:
-        codecs, path = config.codecs(number), config.find_choice(number, "backward")["feedback"][1]
+    for number in settings.configured_boundaries:
+        codecs, path = settings.codecs(number), settings.find_choice(number, "backward")["feedback"][1]
         feedback, (*_, codec) = codecs.feedbacks["backward"], layers(codecs.backward, Codec)
         if feedback.name != "none" and not codec.unbiased and codec.gaussian_error_bound(TYPICAL) >= COARSE:
             yield (

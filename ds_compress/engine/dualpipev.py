@@ -116,7 +116,7 @@ class DualPipeVPath(MessagePath):
     @staticmethod
     def check(config: Config, stages: int) -> int:
         for direction in DIRECTIONS:
-            if config.has_extra_payload(direction):
+            if config.in_force.has_extra_payload(direction):
                 raise CompressionError(
                     f"{KEY}.{direction}: DualPipeV posts receives before the size of a message that follows "
                     "from the data is known; allowed: any codec but 'lossless', any feedback but 'aqsgd'"
@@ -127,7 +127,7 @@ class DualPipeVPath(MessagePath):
                 note = f"{KEY}.link.{option}: {value} has no effect: DualPipeV has a schedule of its own"
                 config.notes[note] = None
         boundaries = 2 * stages - 2
-        config.check_boundaries(boundaries)
+        config.in_force.check_boundaries(boundaries)
         return boundaries
 
     def connect(self, p2p: PointToPoint, depth: int) -> "TwoStages":

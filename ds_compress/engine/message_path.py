@@ -71,7 +71,7 @@ class MessagePath:
         Raises:
             CompressionError: the engine does not support a setting.
         """
-        config.check_boundaries(stages - 1)
+        config.in_force.check_boundaries(stages - 1)
         return stages - 1
 
     def connect(self, p2p: PointToPoint, depth: int) -> Stage:

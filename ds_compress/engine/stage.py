@@ -64,7 +64,7 @@ class Stage:
         self._samples: dict[int, Tensor] = {}  # ids, by buffer
         self._unplaced: deque[Tensor] = deque()  # ids of batches in unknown buffers
         self.in_schedule = False
-        self.wants_samples = config.sample_ids is not None and before is None
+        self.wants_samples = config.in_force.sample_ids is not None and before is None
         self.groups: list[Any] = []  # process groups of its channels
         self.extra_groups: set[str] = set()  # directions whose extra packets have a group of their own
         self.shape_links: ShapeLinks | None = None  # None: shape messages go DeepSpeed's way
@@ -177,7 +177,7 @@ class Stage:
             self.on_codec_stream(boundary, boundary.adopt)
         for end in self.ends:
             end.link.renew()
-        self.wants_samples = self.config.sample_ids is not None and self.before is None
+        self.wants_samples = self.config.in_force.sample_ids is not None and self.before is None
 
     def load(self, batch: Sequence[Any], buffer_id: int | None) -> None:
         """Take note of the samples in what the data loader returned; called where `wants_samples`.
@@ -186,7 +186,7 @@ class Stage:
             buffer_id: that the batch is loaded into; None where it is not known: then buffers are sent in its
                 order.
         """
-        source = self.config.sample_ids
+        source = self.config.in_force.sample_ids
         if source is not None and self.after is not None and self.training:
             ids = source.of(batch)
             if buffer_id is None:

@@ -32,7 +32,8 @@ def wire(stage: Stage, engine: Any, depth: int) -> None:
     config = stage.config
     seconds = config.block.link.timeout_s
     eager = config.block.link.mode == "eager"
-    extra = [f"{direction}{EXTRA}" for direction in DIRECTIONS if config.has_extra_payload(direction)]
+    with_extra = [direction for direction in DIRECTIONS if config.in_force.has_extra_payload(direction)]
+    extra = [f"{direction}{EXTRA}" for direction in with_extra]
     # NCCL's receive of a shape would hold the device
     shapes = [f"forward{SHAPES}"] if engine.dynamic_shape and not receives_hold_device(engine.device) else []
     cuts, groups = engine.num_stages - 1, {}
@@ -41,7 +42,7 @@ def wire(stage: Stage, engine: Any, depth: int) -> None:
         groups = channel_groups(cuts, [*DIRECTIONS, *extra], seconds, connections)
         groups |= channel_groups(cuts, shapes, seconds)
     stage.groups = list(itertools.chain(*groups.values()))
-    stage.extra_groups = {direction for direction in DIRECTIONS if config.has_extra_payload(direction)}
+    stage.extra_groups = set(with_extra)
 
     def link(kind: type[Any], channel: Channel, neighbour: int, use: str = "") -> Any:
         own = groups.get((channel.boundary.number % 2, f"{channel.direction}{use}"), (None,))
@@ -76,7 +77,7 @@ def wire_extra_links(stage: Stage, stages: int) -> None:
     config = stage.config
     if config.block.link.mode != "eager" or not stage.ends:  # of one stage there are none
         return
-    missing = [d for d in DIRECTIONS if config.has_extra_payload(d) and d not in stage.extra_groups]
+    missing = [d for d in DIRECTIONS if config.in_force.has_extra_payload(d) and d not in stage.extra_groups]
     uses = [f"{direction}{EXTRA}" for direction in missing]
     connections = _connections(config, stage.ends[0].link.device)
     groups = channel_groups(stages - 1, uses, config.block.link.timeout_s, connections)

@@ -89,7 +89,7 @@ class Channel:
         for spec, reason in zip(specs, exempt):
             if not reason:  # refused in the warm-up already, and on both sides alike
                 check_accepted(self.codec, spec, self.place)
-        source = self.boundary.config.sample_ids
+        source = self.boundary.config.in_force.sample_ids
         ids = source.count(specs) if source and training and self.direction == "forward" else 0
         if specs[0].device.type == "cpu":  # whatever is made of it is at most in fp32
             retain_freed_memory(max(spec.numel for spec in specs) * torch.float32.itemsize)
@@ -244,7 +244,7 @@ class Boundary:
         """Whether each float tensor of a message depends on parameters and holds no mask; None while that is
         not known. Equal on both sides."""
         self._stashes: dict[tuple[int, int], dict[str, Tensor]] = {}
-        codecs: BoundaryCodecs = config.codecs(number)
+        codecs: BoundaryCodecs = config.in_force.codecs(number)
         self.forward = Channel(self, "forward", codecs.forward)
         self.backward = Channel(self, "backward", codecs.backward)
 
@@ -320,7 +320,7 @@ class Boundary:
 
     def adopt(self) -> None:
         """Use the codecs that the config has by now, between two steps, on both sides alike."""
-        codecs = self.config.codecs(self.number)
+        codecs = self.config.in_force.codecs(self.number)
         for channel in self.channels:
             codec: Codec = getattr(codecs, channel.direction)
             if codec is not channel.codec:

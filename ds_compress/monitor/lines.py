@@ -25,7 +25,7 @@ def announcement(
         for name, values in directions.items():
             raw, wire = values["message_raw_bytes"], values["message_wire_bytes"]
             sizes = f"{raw:,.0f} -> {wire:,.0f} bytes ({ratio(raw, wire):.2f}x)"
-            codec = getattr(config.codecs(number), name)
+            codec = getattr(config.in_force.codecs(number), name)
             part = f"{name} {codec} {sizes}" if raw else f"{name} no packets"
             found = tensors(f"boundary {number}, {name}")
             note = f" [{'as forward' if found == said else found}]" if found else ""
@@ -46,8 +46,9 @@ def announcement(
 
 def size_notes(config: Config, channels: Channels) -> list[str]:
     """Return a warning for each codec that makes messages larger, once for all channels that share it."""
+    size_note = config.in_force.size_note
     notes = {
-        config.size_note(number, name, values["message_raw_bytes"], values["message_wire_bytes"]): None
+        size_note(number, name, values["message_raw_bytes"], values["message_wire_bytes"]): None
         for number, directions in enumerate(channels)
         for name, values in directions.items()
     }
@@ -56,7 +57,7 @@ def size_notes(config: Config, channels: Channels) -> list[str]:
 
 def violation_note(config: Config, boundary: int, direction: str, violations: Sequence[Violation]) -> str:
     """Return the warning about a channel that exceeds limits of the guard."""
-    codec = getattr(config.codecs(boundary), direction)
+    codec = getattr(config.in_force.codecs(boundary), direction)
     found = ", ".join(each.words for each in violations)
     advice = dict.fromkeys(each.advice for each in violations)
     return f"boundary {boundary}, {direction}: {codec} has {found}: {'; '.join(advice)}"

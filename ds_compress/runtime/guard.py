@@ -66,7 +66,7 @@ class Guard(RuntimePart):
 
     def follow(self) -> None:
         """Use the present codecs of the config."""
-        used = [self._config.codecs(number) for number in range(self._boundaries)]
+        used = [self._config.in_force.codecs(number) for number in range(self._boundaries)]
         self._loses = any(is_lossy(codec) for each in used for codec in (each.forward, each.backward))
         # evaluation compresses activations alone
         plain = all(each.feedbacks["forward"].name == "none" for each in used)
@@ -162,7 +162,7 @@ class Guard(RuntimePart):
                 return
             parts = (f"{share:.0%} of ds_compress.guard.{limit}" for limit, share in shares.items())
             limits, directions = f"{', '.join(parts)}: too much together", DIRECTIONS
-        used = [self._config.codecs(number) for number in range(self._boundaries)]
+        used = [self._config.in_force.codecs(number) for number in range(self._boundaries)]
         codecs = (
             f"{direction} {', '.join(dict.fromkeys(str(getattr(each, direction)) for each in used))}"
             for direction in directions

@@ -85,7 +85,8 @@ class BoundaryLadders(Observer):
         self._device = device
         self._norms: dict[int, Tensor] = {}  # by boundary: sum and number of finite norms
         # as the block was written: what is adopted later gives boundaries codecs of their own
-        found = {number: ladders(config, number) for number in range(boundaries if config.has_policy else 0)}
+        numbers = range(boundaries if config.has_policy else 0)
+        found = {number: ladders(config.in_force, config.policy, number) for number in numbers}
         self.ladders = {(n, d): ladder for n, own in found.items() for d, ladder in own.items()}
         if config.has_policy and not self.ladders:
             raise CompressionError(

@@ -36,7 +36,8 @@ class ReplicaCheck(RuntimePart):
     def follow(self) -> None:
         """Use the present codecs of the config."""
         config = self._stage.config
-        self.every = config.block.state_check_every if config.has_mirrored_state else 0  # steps; 0: never
+        is_mirrored = config.in_force.has_mirrored_state
+        self.every = config.block.state_check_every if is_mirrored else 0  # steps; 0: never
 
     def end_step(self, step: Step) -> None:
         """Compare both sides, if it is due."""

@@ -95,7 +95,8 @@ class SimulatedBoundary(nn.Module):
             number = (self._evaluated - 1) % self.micro_batches
             return self.upstream.forward.message_id(step, number, training=False)
         message_id = self.upstream.forward.message_id(step, self.trained % self.micro_batches)
-        if self.config.sample_ids is not None and message_id.micro_batch not in self.upstream.sample_ids:
+        wants_samples = self.config.in_force.sample_ids is not None
+        if wants_samples and message_id.micro_batch not in self.upstream.sample_ids:
             raise CompressionError(
                 f"simulate: boundary {self.upstream.number}: the samples of this training pass are unknown; "
                 "call announce(model, batch) before it"

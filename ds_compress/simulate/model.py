@@ -131,7 +131,7 @@ def simulate(
             "block that it prints there"
         )
     cuts = _between(cuts, len(layers))
-    config.check_boundaries(len(cuts))
+    config.in_force.check_boundaries(len(cuts))
     config.count_epochs(steps_per_epoch)
     micro_batches = _micro_batches(ds_config)
     if not config.block.enabled:
@@ -151,8 +151,8 @@ def simulate(
         _follow(simulated, boundaries, tracking)
     if boundaries and config.has_policy:
         SimulatedTraining(config, boundaries, lr).follow(simulated)
-    if boundaries and config.sample_ids:
-        _follow_samples(simulated, boundaries, config.sample_ids)
+    if boundaries and config.in_force.sample_ids:
+        _follow_samples(simulated, boundaries, config.in_force.sample_ids)
     return simulated
 
 
@@ -187,7 +187,7 @@ def _micro_batches(ds_config: dict[str, Any]) -> int:
 
 def _tracking(config: Config, boundaries: int, model: nn.Module) -> DependencyTracker | None:
     """Return a tracker of parameter dependence if a lossy codec may get messages of several tensors."""
-    codecs = map(config.codecs, range(boundaries))
+    codecs = map(config.in_force.codecs, range(boundaries))
     lossy = any(getattr(own, direction).name != "none" for own in codecs for direction in DIRECTIONS)
     return DependencyTracker(model) if lossy and config.block.tensors == "large" else None
 
@@ -295,8 +295,8 @@ def announce(model: nn.Module, batch: Sequence[Any]) -> None:
         CompressionError: it has no such column, or not one of integers.
     """
     for boundary in _boundaries(model)[:1]:
-        if boundary.config.sample_ids is not None:
-            boundary.announce(boundary.config.sample_ids.of(batch))
+        if boundary.config.in_force.sample_ids is not None:
+            boundary.announce(boundary.config.in_force.sample_ids.of(batch))
 
 
 def _boundaries(model: nn.Module) -> list[SimulatedBoundary]:

@@ -100,7 +100,7 @@ class Bench:
             return TransferPlan(raw, raw, eager=False)
         config = Config(settings(recipe, depth))
         sizes = {row["direction"]: row["wire_bytes"] for row in message_sizes(config, 2, self.spec)}
-        codecs = config.codecs(0)
+        codecs = config.in_force.codecs(0)
         traffic = {
             d: MessageCost(sizes[d], *codec_seconds(getattr(codecs, d), self.spec, "cpu")) for d in DIRECTIONS
         }

@@ -36,7 +36,7 @@ def codecs() -> Iterator[tuple[str, Codec]]:
     """Yield the codecs of all recipes with names, each once."""
     seen = set()
     for recipe in RECIPES:
-        used = Config({"recipe": recipe}).codecs(0)
+        used = Config({"recipe": recipe}).in_force.codecs(0)
         for direction in DIRECTIONS:
             codec = getattr(used, direction)
             if str(codec) not in seen:

@@ -102,7 +102,7 @@ def test_directions_are_mixed_where_each_has_its_own_limit(capsys, monkeypatch):
     monkeypatch.setitem(LIMITS, "balanced", ErrorLimits(0.4, 0.01))
     found = plan(capsys, *SLOW_LINK, "--quality", "balanced")
     assert found["best"] == "entropy 2 dither / lossless"
-    settings = Config(found["block"]).codecs(0).settings
+    settings = Config(found["block"]).in_force.codecs(0).settings
     assert [settings[direction]["name"] for direction in DIRECTIONS] == ["entropy", "lossless"]
     assert settings["forward"]["bits"] == 2
 

@@ -23,8 +23,8 @@ def test_documented_block_is_accepted():
       "min_numel": 4096, "link": {"mode": "eager"}, "monitor": {"every": 10}, "seed": 1234
     }""")
     config = Config(block)
-    assert config.codecs(0).forward.name == "none"
-    assert config.codecs(1).forward.settings["bits"] == 4
+    assert config.in_force.codecs(0).forward.name == "none"
+    assert config.in_force.codecs(1).forward.settings["bits"] == 4
     json.dumps(config.settings)
 
 
@@ -36,8 +36,8 @@ def test_boundary_keeps_what_it_does_not_change():
             "boundaries": {"1": {"forward": {"codec": "fp16"}}},
         }
     )
-    assert [config.codecs(b).forward.name for b in (0, 1, 2)] == ["topk", "fp16", "topk"]
-    assert [config.codecs(b).backward.name for b in (0, 1, 2)] == ["bf16"] * 3
+    assert [config.in_force.codecs(b).forward.name for b in (0, 1, 2)] == ["topk", "fp16", "topk"]
+    assert [config.in_force.codecs(b).backward.name for b in (0, 1, 2)] == ["bf16"] * 3
 
 
 def test_codecs_are_built_once(monkeypatch):
@@ -46,11 +46,16 @@ def test_codecs_are_built_once(monkeypatch):
     build = CODECS.build
     monkeypatch.setattr(CODECS, "build", lambda *choice: built.append(choice) or build(*choice))
     config = Config({"forward": {"codec": "bf16", "feedback": "aqsgd"}, "boundaries": {"1": {}}})
-    first = config.codecs(0)
-    assert config.codecs(0) is first and config.codecs(1) is not first
+    first = config.in_force.codecs(0)
+    assert config.in_force.codecs(0) is first and config.in_force.codecs(1) is not first
     before = len(built)
     for _ in range(3):
-        config.settings, config.has_extra_payload("forward"), config.codecs(0).settings, config.prepare()
+        (
+            config.settings,
+            config.in_force.has_extra_payload("forward"),
+            config.in_force.codecs(0).settings,
+            config.prepare(),
+        )
     assert len(built) == before == 3 * 3, "forward, backward, first visits"
 
 
@@ -72,17 +77,17 @@ def test_reuse_takes_density_and_rows_of_forward():
             "forward": {"codec": {"name": "topk", "density": 0.25, "rows": "tensor"}},
             "backward": {"codec": {"name": "topk", "indices": "reuse"}},
         }
-    ).codecs(None)
+    ).in_force.codecs(None)
     assert (codecs.backward.settings["density"], codecs.backward.settings["rows"]) == (0.25, "tensor")
 
 
 def test_boundaries_must_exist():
     config = Config({"boundaries": {"2": {"forward": {"codec": "bf16"}}}})
-    config.check_boundaries(3)
+    config.in_force.check_boundaries(3)
     with pytest.raises(CompressionError, match=r'boundaries.2: there is no such boundary; allowed: "0", "1"'):
-        config.check_boundaries(2)
+        config.in_force.check_boundaries(2)
     with pytest.raises(CompressionError, match="a pipeline of one stage has no boundary"):
-        config.check_boundaries(0)
+        config.in_force.check_boundaries(0)
 
 
 def test_reuse_without_a_selection_is_said_once_with_its_path():
@@ -98,18 +103,18 @@ def test_reuse_without_a_selection_is_said_once_with_its_path():
         "ds_compress.boundaries.1.backward.codec: indices 'reuse' finds nothing to reuse, "
         "'quantize' selects no entries; using 'auto'"
     ]
-    assert config.codecs(1).backward.settings["indices"] == "auto"
-    assert config.codecs(0).backward.settings["indices"] == "reuse"
+    assert config.in_force.codecs(1).backward.settings["indices"] == "auto"
+    assert config.in_force.codecs(0).backward.settings["indices"] == "reuse"
 
 
 def test_a_direction_that_does_not_change_keeps_its_codec():
     """With all that it keeps: a new one would have copied the samples of aqsgd."""
     config = Config({"forward": {"codec": "fp8", "feedback": "aqsgd"}, "backward": {"codec": "bf16"}})
-    forward, backward = config.codecs(0).forward, config.codecs(0).backward
+    forward, backward = config.in_force.codecs(0).forward, config.in_force.codecs(0).backward
     assert config.adopt(config.changed({"boundaries": {"0": {"backward": {"codec": "fp16"}}}}))
-    assert config.codecs(0).forward is forward and config.codecs(0).backward.name == "fp16"
+    assert config.in_force.codecs(0).forward is forward and config.in_force.codecs(0).backward.name == "fp16"
     assert config.adopt(config.changed({"boundaries": {"0": {"forward": {"codec": "bf16"}}}}))
-    assert config.codecs(0).forward is not forward and backward.name == "bf16"
+    assert config.in_force.codecs(0).forward is not forward and backward.name == "bf16"
 
 
 LOSSY = {"forward": {"codec": "quantize"}}

@@ -96,7 +96,7 @@ def found_again(block: dict[str, Any], keys: tuple[str, ...], value: Any) -> boo
     for registry in (CODECS, FEEDBACKS):
         if registry.kind in keys[:-1]:  # down to its options, which the codecs are built from
             at = keys.index(registry.kind)
-            codecs = config.codecs(int(keys[1]) if keys[0] == "boundaries" else None)
+            codecs = config.in_force.codecs(int(keys[1]) if keys[0] == "boundaries" else None)
             inner = resolved(getattr(codecs, keys[at - 1]), registry.kind)
             keys = keys[at + 1 :]
     for key in keys:

@@ -118,14 +118,16 @@ def test_ladders_are_of_the_codec_that_a_boundary_has():
     }
     reuse = {"codec": {"name": "topk", "indices": "reuse"}}
     config = Config({**BLOCK, "boundaries": own, "policy": {**END, "forward": LADDER}, "backward": reuse})
-    assert [codec["bits"] for codec in ladders(config, 0)["forward"]] == [8, 4]
-    assert [codec.get("group_size") for codec in ladders(config, 1)["forward"]] == [64, 64]
-    assert ladders(config, 2) == {}
+    found = [ladders(config.in_force, config.policy, number) for number in range(3)]
+    assert [codec["bits"] for codec in found[0]["forward"]] == [8, 4]
+    assert [codec.get("group_size") for codec in found[1]["forward"]] == [64, 64]
+    assert found[2] == {}
 
 
 def test_a_ladder_that_only_a_boundary_of_its_own_settings_has():
     config = Config({"boundaries": {"1": {"forward": QUANTIZE}}, "policy": {**END, "forward": LADDER}})
-    assert ladders(config, 0) == {} and len(ladders(config, 1)["forward"]) == 2
+    found = [ladders(config.in_force, config.policy, number) for number in range(2)]
+    assert found[0] == {} and len(found[1]["forward"]) == 2
 
 
 @pytest.mark.parametrize("bits", [[4, 8], [2, 4]])

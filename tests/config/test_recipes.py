@@ -62,8 +62,8 @@ def test_single_keys_and_boundaries_change_it():
     }
     config = Config(block)
     assert (config.block.seed, config.block.link.depth, config.block.link.mode) == (5, 2, "eager")
-    assert config.codecs(1).forward.name == "none"
-    assert config.codecs(0).settings == Config({"recipe": "quant4_8"}).codecs(0).settings
+    assert config.in_force.codecs(1).forward.name == "none"
+    assert config.in_force.codecs(0).settings == Config({"recipe": "quant4_8"}).in_force.codecs(0).settings
 
 
 def test_null_is_no_recipe():
@@ -121,7 +121,7 @@ AUTO = {"recipe": "auto"}
 def test_auto_alone_is_enough():
     config = Config(AUTO)
     assert config.quality == DEFAULT and config.block.link.depth == "auto"
-    assert config.codecs(0).settings == Config({}).codecs(0).settings
+    assert config.in_force.codecs(0).settings == Config({}).in_force.codecs(0).settings
     assert Config({}).quality is None
 
 
@@ -147,9 +147,9 @@ def test_ranks_that_differ_are_found():
 def test_what_auto_adopts_is_the_block_without_the_name():
     config = Config({**AUTO, "seed": 3})
     other = config.changed({"boundaries": {"0": {"forward": {"codec": "bf16"}}}})
-    assert other.codecs(0).forward.name == "bf16" and other.block.seed == 3
+    assert other.in_force.codecs(0).forward.name == "bf16" and other.block.seed == 3
     assert config.adopt(other) and config.quality == DEFAULT
-    assert config.changed({}).codecs(0).forward.name == "none"
+    assert config.changed({}).in_force.codecs(0).forward.name == "none"
 
 
 def test_auto_is_not_simulated():

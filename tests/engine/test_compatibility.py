@@ -329,7 +329,7 @@ def pasted(language):
 
 def test_the_json_is_a_block():
     (block,) = json.loads(f"{{{pasted('json')}}}").values()
-    assert Config(block).codecs(0).forward.options.bits == 4
+    assert Config(block).in_force.codecs(0).forward.options.bits == 4
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")

@@ -172,7 +172,9 @@ def resumed_with_another_block(folder):
     log = log_lines()
     engine = build(2, ds_config(block("codecs", forward=bits(7))))
     engine.load_checkpoint(str(folder))
-    return str(engine.ds_compress.config.codecs(0).forward), [line for line in log if "start again" in line]
+    return str(engine.ds_compress.config.in_force.codecs(0).forward), [
+        line for line in log if "start again" in line
+    ]
 
 
 def test_another_block_begins_as_it_says(tmp_path):
@@ -189,10 +191,10 @@ def forgets(folder):
     engine.save_checkpoint(str(folder))
     engine.ds_compress.reconfigure({"0": {"forward": bits(2)}})
     engine.train_batch(data)
-    changed = str(engine.ds_compress.config.codecs(0).forward)
+    changed = str(engine.ds_compress.config.in_force.codecs(0).forward)
     engine.load_checkpoint(str(folder))
     engine.train_batch(data)
-    return changed, str(engine.ds_compress.config.codecs(0).forward)
+    return changed, str(engine.ds_compress.config.in_force.codecs(0).forward)
 
 
 def test_loading_what_was_before_a_change_takes_it_back(tmp_path):

@@ -127,7 +127,7 @@ def test_the_sender_decodes_as_the_receiver_does(feedback):
 
 def test_settings_and_name_show_the_feedback():
     config = Config({"forward": {"codec": "bf16", "feedback": {"name": "ef", "scope": "micro_batch"}}})
-    codecs = config.codecs(None)
+    codecs = config.in_force.codecs(None)
     assert codecs.settings["forward"]["feedback"]["scope"] == "micro_batch"
     assert codecs.settings["forward"]["name"] == "bf16"
     assert str(codecs.forward) == "bf16 + ef(scope=micro_batch)"

@@ -136,7 +136,7 @@ def test_gradients_return_at_the_entries_that_were_sent():
                 "backward": {"codec": {"name": "topk", "indices": "reuse"}, "feedback": backward},
             }
         )
-        codecs = config.codecs(None)
+        codecs = config.in_force.codecs(None)
         memories = {}, {}
         torch.manual_seed(0)
         for step in range(4):

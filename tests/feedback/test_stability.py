@@ -119,7 +119,7 @@ def test_what_reuse_leaves_out_is_not_kept(feedback, values, mask):
         "forward": {"codec": topk(0.2)},
         "backward": {"codec": {**REUSE, "values": values}, "feedback": feedback},
     }
-    codecs = Config(blocks).codecs(None)
+    codecs = Config(blocks).in_force.codecs(None)
     memory, generator = {}, torch.Generator().manual_seed(0)
     common, shape = torch.randn(4, 16, generator=generator), (4, 16)
     for step in range(300):

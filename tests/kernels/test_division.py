@@ -49,7 +49,7 @@ def test_such_a_division_is_seen():
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_codecs_divide_by_tensors(codec):
-    codec = Config({"forward": {"codec": codec}}).codecs(None).forward
+    codec = Config({"forward": {"codec": codec}}).in_force.codecs(None).forward
     x = torch.zeros(64, 256, device=META)
     with Inexact() as inexact:
         codec.decode(codec.encode(x, Context()), TensorSpec.of(x), Context())
@@ -63,7 +63,7 @@ def test_feedbacks_divide_by_tensors(name, store, codec):
     """Under a loss scale that is no power of two what a message lost was another number on a GPU."""
     feedback = {"name": name, "dtype": store} if name in ("ef", "loco") else name
     block = {"forward": {"codec": codec, "feedback": feedback}, "warmup_steps": 0}
-    codec = Config(block).codecs(None).forward
+    codec = Config(block).in_force.codecs(None).forward
     x, context = torch.zeros(64, 256, device=META), Context(loss_scale=3.0)
     with Inexact() as inexact:
         for _ in range(2):

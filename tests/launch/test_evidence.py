@@ -148,7 +148,9 @@ def test_what_recipes_cost_is_what_the_rows_say(name):
     costs = costs_of(ALL_ROWS, evidence.row)
     assert [round(value, 1) for value in worst(costs)] == [*evidence.worst]
     (block,) = {json.dumps(row["block"]) for row in ALL_ROWS if row["setting"] == evidence.row}
-    ours, theirs = (Config(each).codecs(None) for each in (recipes.recipe(name, KEY), json.loads(block)))
+    ours, theirs = (
+        Config(each).in_force.codecs(None) for each in (recipes.recipe(name, KEY), json.loads(block))
+    )
     for direction in DIRECTIONS:
         pairs = zip(getattr(ours, direction).settings.items(), getattr(theirs, direction).settings.items())
         # an option that is not given is what follows from the others

@@ -96,7 +96,7 @@ def channel(direction, memory, loss_scale=1.0):
     boundary = Boundary(0, Config({}))
     boundary.memory = memory
     boundary.begin_step(loss_scale)
-    return Channel(boundary, direction, boundary.config.codecs(0).backward)
+    return Channel(boundary, direction, boundary.config.in_force.codecs(0).backward)
 
 
 def test_residuals_of_two_micro_batches_and_two_tensors():

@@ -58,7 +58,7 @@ def evaluations():
         for candidate in candidates_for(None):
             config, made = Config(candidate.block), []
             for direction in DIRECTIONS:
-                codec = getattr(config.codecs(None), direction)
+                codec = getattr(config.in_force.codecs(None), direction)
                 bits, error = size_and_error(codec, x, before)
                 seconds = 0.0 if codec.name == "none" else RAW / CODEC
                 gradient_error = estimate_gradient_error(error.relative_error, codec.unbiased)
@@ -113,7 +113,7 @@ def test_each_boundary_gets_what_its_link_needs(evaluations):
     limits = LIMITS["aggressive"]
     rows = ranked([evaluations["gaussian"]] * 2, limits, networks, 0.05)
     chosen = pick_best(rows, limits)
-    first, second = (Config(chosen["block"]).codecs(number).settings for number in (0, 1))
+    first, second = (Config(chosen["block"]).in_force.codecs(number).settings for number in (0, 1))
     assert "none" in {second[direction]["name"] for direction in DIRECTIONS}
     assert all(first[direction]["name"] != "none" for direction in DIRECTIONS)
 
@@ -154,8 +154,8 @@ def test_a_block_says_most_once():
     found = write_block([setting("bf16"), setting("fp16", "ef"), setting("fp16", "ef"), setting("none")])
     assert found["forward"] == {"codec": "fp16", "feedback": "ef"}
     config = Config(found)
-    names = [config.codecs(number).forward.name for number in range(4)]
-    feedbacks = [config.codecs(number).feedbacks["backward"].name for number in range(4)]
+    names = [config.in_force.codecs(number).forward.name for number in range(4)]
+    feedbacks = [config.in_force.codecs(number).feedbacks["backward"].name for number in range(4)]
     assert names == ["bf16", "fp16", "fp16", "none"] and feedbacks == ["none", "ef", "ef", "none"]
 
 

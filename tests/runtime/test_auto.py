@@ -72,7 +72,7 @@ def trained(config, found=FAR, stages=2, folder=None, start=0, evaluates=False, 
         "printed": printed.getvalue(),
         "adopted": config.adopted,
         "depth": engine.ds_compress.depth.now,
-        "codecs": [config.codecs(number).settings for number in range(stages - 1)],
+        "codecs": [config.in_force.codecs(number).settings for number in range(stages - 1)],
     }
 
 

@@ -215,13 +215,13 @@ def trained(config, before, folder):
         losses, settings, depths = [], [], set()
         for step in range(engine.global_steps, STEPS):
             losses.append(engine.train_batch(data).item())
-            settings.append(engine.ds_compress.config.codecs(0).settings)
+            settings.append(engine.ds_compress.config.in_force.codecs(0).settings)
             depths |= _depths(engine, ran)
             if step + 1 == before and not runs:
                 engine.save_checkpoint(str(folder), tag="before")
         runs.append((losses, settings, depths))
         engine.load_checkpoint(str(folder), tag="before")
-        back.append((engine.ds_compress.config.codecs(0).settings, _depths(engine, [])))
+        back.append((engine.ds_compress.config.in_force.codecs(0).settings, _depths(engine, [])))
     return runs, back
 
 

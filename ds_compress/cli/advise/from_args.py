@@ -39,7 +39,7 @@ class ArgsEvaluator:
         found = []
         for candidate in candidates_for(None if self._args.max_error is not None else self._args.quality):
             config = Config(candidate.block)
-            codecs = config.codecs(None)
+            codecs = config.in_force.codecs(None)
             if not any(getattr(codecs, direction).refuses(self._spec) for direction in DIRECTIONS):
                 messages = (self._evaluate(config, direction) for direction in DIRECTIONS)
                 found.append(Evaluation(candidate, *messages))
@@ -66,7 +66,7 @@ class ArgsEvaluator:
             )
         if row["codec"] in UNCOMPRESSED:
             return EvaluatedMessage(MessageCost(row["wire_bytes"]), 0.0, 0.0, 0.0)
-        codec = getattr(config.codecs(0), direction)
+        codec = getattr(config.in_force.codecs(0), direction)
         if args.codec_gbps:
             encode = decode = spec.nbytes / (args.codec_gbps * 1e9)
         else:

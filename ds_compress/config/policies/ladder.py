@@ -1,10 +1,12 @@
 """Ladders: the codec of each rung at each boundary, checked before training."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 from ds_compress.codec import CODECS, TYPICAL, Codec, TensorSpec
 from ds_compress.config.block import DIRECTIONS, KEY
+from ds_compress.config.codec_settings import CodecSettings
 from ds_compress.config.policies.base import LadderOptions, Policy, format_rung
 from ds_compress.config.replicas import ReplicasOptions, build_replica_codec
 from ds_compress.errors import CompressionError, did_you_mean
@@ -13,36 +15,38 @@ Ladder = tuple[dict[str, Any], ...]
 """The codec of each rung, as a JSON object."""
 
 
-def ladders(config: Any, boundary: int | None) -> dict[str, Ladder]:
+def ladders(settings: CodecSettings, policy: Policy, boundary: int | None) -> dict[str, Ladder]:
     """Return the ladder of each direction of a boundary.
 
     A direction whose codec lacks the options of the ladder, or for which the policy has none, is left out.
 
     Args:
-        config: a `Config`.
         boundary: its number; None: the settings of boundaries without their own.
     """
-    options = config.policy.options
+    options = policy.options
     found = {}
     for direction in DIRECTIONS if isinstance(options, LadderOptions) else ():
-        rungs, chosen = options.rungs(direction), config.codec_choice(boundary, direction)
+        rungs, chosen = options.rungs(direction), settings.codec_choice(boundary, direction)
         known = CODECS.find(chosen["name"], "").Options.model_fields
         if rungs and rungs[0].keys() <= known.keys():
             found[direction] = tuple({**chosen, **rung} for rung in rungs)
     return found
 
 
-def check(config: Any) -> None:
+def check(settings: CodecSettings, policy: Policy, changed: Callable[[dict[str, Any]], Any]) -> None:
     """Check every rung of every boundary.
+
+    Args:
+        changed: refuses changes of the block that are not allowed.
 
     Raises:
         CompressionError: no codec has the options, a value is not allowed, or a codec does not support
             changes during training.
     """
-    options, path = config.policy.options, f"{KEY}.policy"
+    options, path = policy.options, f"{KEY}.policy"
     if not isinstance(options, LadderOptions):
         return
-    every = {number: ladders(config, number) for number in config.configured_boundaries}
+    every = {number: ladders(settings, policy, number) for number in settings.configured_boundaries}
     if not options.forward and not options.backward:
         raise CompressionError(
             f"{path}.forward: missing, and so is backward; give one of them the values of an option of its "
@@ -51,13 +55,13 @@ def check(config: Any) -> None:
     for direction in DIRECTIONS:
         rungs = options.rungs(direction)
         if rungs and not any(direction in found for found in every.values()):
-            name = config.codec_choice(None, direction)["name"]
+            name = settings.codec_choice(None, direction)["name"]
             _refuse_unknown(name, rungs[0], f"{path}.{direction}", f"{KEY}.{direction}")
         for ladder in (found[direction] for found in every.values() if direction in found):
             codecs = [CODECS.build(codec, f"{path}.{direction}") for codec in ladder]
             _check_order(codecs, rungs, f"{path}.{direction}")
     for pair in itertools.product(*(range(max(1, len(options.rungs(d)))) for d in DIRECTIONS)):
-        _check_together(config, every, dict(zip(DIRECTIONS, pair)), path)
+        _check_together(policy, changed, every, dict(zip(DIRECTIONS, pair)), path)
 
 
 def replica_ladder(options: ReplicasOptions, policy: Policy, path: str) -> list[Codec]:
@@ -113,7 +117,11 @@ def _check_order(codecs: list[Codec], rungs: list[dict[str, Any]], path: str) ->
 
 
 def _check_together(
-    config: Any, every: dict[int | None, dict[str, Ladder]], at: dict[str, int], path: str
+    policy: Policy,
+    changed: Callable[[dict[str, Any]], Any],
+    every: dict[int | None, dict[str, Ladder]],
+    at: dict[str, int],
+    path: str,
 ) -> None:
     """Refuse rungs that conflict with the codec of the other direction or with the feedback."""
 
@@ -122,8 +130,8 @@ def _check_together(
 
     numbered = {str(number): override(found) for number, found in every.items() if number is not None}
     try:
-        config.changed({**override(every[None]), "boundaries": numbered})
+        changed({**override(every[None]), "boundaries": numbered})
     except CompressionError as error:
-        rungs = {d: config.policy.options.rungs(d) for d in DIRECTIONS}
+        rungs = {d: policy.options.rungs(d) for d in DIRECTIONS}
         words = "; ".join(f"{d} {format_rung(rungs[d][at[d]])}" for d in DIRECTIONS if rungs[d])
         raise CompressionError(f"{path}: at {words}: {error}") from None

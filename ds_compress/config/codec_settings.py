@@ -1,0 +1,197 @@
+"""Settings in force: the codecs of every boundary. A change replaces them as a whole."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ds_compress.codec import CODECS, Codec
+from ds_compress.codecs.lowrank import LowRank
+from ds_compress.codecs.mixins import ReusesForwardIndices, VariableSizePayload
+from ds_compress.config.block import DIRECTIONS, KEY, Block
+from ds_compress.errors import CompressionError, errors_at
+from ds_compress.feedback import FEEDBACKS, Feedback
+from ds_compress.feedback.aqsgd.sample_ids import SampleIds
+
+HEADERS = 128
+"""Bytes that the headers of a message and the places between its parts take, at most."""
+
+
+@dataclass(frozen=True)
+class BoundaryCodecs:
+    """The codecs of one boundary, each wrapped in its feedback, and the feedbacks alone."""
+
+    forward: Codec
+    backward: Codec
+    feedbacks: dict[str, Feedback]  # by direction
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {direction: getattr(self, direction).settings for direction in DIRECTIONS}
+
+    def replaced_by(self, other: "BoundaryCodecs") -> "BoundaryCodecs":
+        """Return `other`, with those of these codecs, and their state, whose settings are equal."""
+        if self.settings == other.settings:
+            return self
+        if self.forward.settings != other.forward.settings:
+            return other
+        forward, backward = self.feedbacks["forward"], other.feedbacks["backward"]
+        return BoundaryCodecs(self.forward, other.backward, {"forward": forward, "backward": backward})
+
+
+class CodecSettings:
+    """The codecs that are in force, built from a block; nothing changes them."""
+
+    def __init__(self, block: Block):
+        """
+        Args:
+            block: checked on its own.
+
+        Raises:
+            CompressionError: codecs and feedbacks cannot work together; names the JSON path.
+        """
+        self.block = block  # with the boundaries of what was adopted
+        self.notes: dict[str, None] = {}  # lines for the user, in order, each once
+        self._codecs: dict[int | None, BoundaryCodecs] = {}
+        self.configured_boundaries = (None, *map(int, block.boundaries))
+        """Boundaries with settings of their own; None: all others."""
+
+        for number in self.configured_boundaries:
+            self.codecs(number)
+        self.sample_ids = self._sample_ids()
+
+    def codecs(self, boundary: int | None) -> BoundaryCodecs:
+        """Return the codecs of `boundary`, the same objects at every call; None: one without settings of its
+        own."""
+        if boundary not in self._codecs:
+            self._codecs[boundary] = self._built(boundary)
+        return self._codecs[boundary]
+
+    def with_codecs_of(self, other: "CodecSettings") -> "CodecSettings":
+        """Return these settings with the codecs of `other`, or the same object if that changes nothing.
+
+        Codecs with equal settings stay the same objects.
+        """
+        numbers = {*self.configured_boundaries, *other.configured_boundaries, *self._codecs}
+        codecs = {n: self.codecs(n).replaced_by(other.codecs(n)) for n in numbers}
+        if all(codecs[n] is self.codecs(n) for n in numbers):
+            return self
+        new = copy.copy(self)
+        new._codecs = codecs
+        new.block = self.block.model_copy(update={"boundaries": other.block.boundaries})
+        new.configured_boundaries, new.sample_ids = other.configured_boundaries, other.sample_ids
+        return new
+
+    @property
+    def has_mirrored_state(self) -> bool:
+        """Return whether both sides of some boundary keep state that has to stay the same."""
+        return any(feedback.has_mirrored_state for _, feedback in self.pairs())
+
+    def pairs(self) -> Iterator[tuple[Codec, Feedback]]:
+        """Yield codecs, with the feedbacks round them, of all boundaries and directions."""
+        for number in self.configured_boundaries:
+            codecs = self.codecs(number)
+            yield from ((getattr(codecs, direction), codecs.feedbacks[direction]) for direction in DIRECTIONS)
+
+    def has_extra_payload(self, direction: str) -> bool:
+        """Return whether messages of any boundary may come with a second packet."""
+        return any(
+            isinstance(getattr(self.codecs(n), direction), VariableSizePayload)
+            for n in self.configured_boundaries
+        )
+
+    def check_boundaries(self, count: int) -> None:
+        """Refuse settings for a boundary that a pipeline with `count` boundaries does not have."""
+        for number in self.block.boundaries:
+            if int(number) >= count:
+                allowed = (
+                    ", ".join(f'"{b}"' for b in range(count))
+                    or "none (a pipeline of one stage has no boundary)"
+                )
+                raise CompressionError(
+                    f"{KEY}.boundaries.{number}: there is no such boundary; allowed: {allowed}"
+                )
+
+    def size_note(self, boundary: int, direction: str, raw_bytes: float, wire_bytes: float) -> str:
+        """Return a note where the packet of a message is larger than its tensors, else nothing; headers do
+        not count."""
+        if wire_bytes <= raw_bytes + HEADERS:
+            return ""
+        codec = f"{self._path(boundary)}.{direction}.codec: {getattr(self.codecs(boundary), direction)}"
+        sizes = f"{wire_bytes:,.0f} bytes instead of {raw_bytes:,.0f}"
+        return f"{codec} makes messages larger: {sizes}; use other options, or codec 'none'"
+
+    def _path(self, boundary: int | None) -> str:
+        return f"{KEY}.boundaries.{boundary}" if str(boundary) in self.block.boundaries else KEY
+
+    def _built(self, boundary: int | None) -> BoundaryCodecs:
+        forward, forward_feedback = self._choice(boundary, "forward")
+        backward, backward_feedback = self._choice(boundary, "backward")
+        path = self._path(boundary)
+        if isinstance(forward, ReusesForwardIndices) and forward.forward_partner() is not None:
+            raise CompressionError(
+                f"{path}.forward.codec: {forward} takes over from a forward message; allowed backward only"
+            )
+        for feedback, direction in ((forward_feedback, "forward"), (backward_feedback, "backward")):
+            if direction not in feedback.directions:
+                raise CompressionError(
+                    f"{path}.{direction}.feedback: {feedback.name!r} is not for this direction; "
+                    f"allowed: {', '.join(feedback.directions)}"
+                )
+            codec = forward if direction == "forward" else backward
+            if feedback.has_mirrored_state and isinstance(codec, LowRank):
+                raise CompressionError(
+                    f"{path}.{direction}.feedback: {feedback.name!r} is not allowed with codec 'lowrank': "
+                    "both sides keep the same state, but a matrix product has other last bits on other "
+                    "processors; allowed: 'none', 'ef', 'loco'"
+                )
+        with errors_at(f"{path}.forward.feedback"):
+            forward_feedback.check_growth(forward)
+            forward = forward_feedback.wrap(forward)
+        if isinstance(backward, ReusesForwardIndices):
+            with errors_at(f"{path}.backward.codec"):
+                backward = backward.paired_with(forward)
+        if isinstance(backward, ReusesForwardIndices) and backward.note:
+            self.notes[f"{path}.backward.codec: {backward.note}"] = None
+        with errors_at(f"{path}.backward.feedback"):
+            backward_feedback.check_growth(backward)
+            backward = backward_feedback.wrap(backward)
+        return BoundaryCodecs(forward, backward, {"forward": forward_feedback, "backward": backward_feedback})
+
+    def _sample_ids(self) -> SampleIds | None:
+        """Return the settings of sample ids that all feedbacks share, None if none needs ids."""
+        feedbacks = [self.codecs(number).feedbacks["forward"] for number in self.configured_boundaries]
+        wanted = {feedback.sample_ids for feedback in feedbacks if feedback.sample_ids is not None}
+        if len(wanted) > 1:
+            raise CompressionError(
+                f"{KEY}: feedbacks of different boundaries want different sample ids; "
+                "allowed: equal 'ids', 'scope' and 'batch_dim' everywhere"
+            )
+        return next(iter(wanted), None)
+
+    def _choice(self, boundary: int | None, direction: str) -> tuple[Codec, Feedback]:
+        chosen = self.find_choice(boundary, direction)
+        return CODECS.build(*chosen["codec"]), FEEDBACKS.build(*chosen["feedback"])
+
+    def codec_choice(self, boundary: int | None, direction: str) -> dict[str, Any]:
+        """Return the codec of `find_choice` as an object with its name."""
+        choice = self.find_choice(boundary, direction)["codec"][0]
+        return {"name": choice} if isinstance(choice, str) else choice
+
+    def find_choice(self, boundary: int | None, direction: str) -> dict[str, tuple[Any, str]]:
+        """Return the value of "codec" and of "feedback" in the block, and its JSON path.
+
+        The boundary's own settings come before those of the direction.
+        """
+        chosen = {}
+        general = getattr(self.block, direction)
+        given = [(general, f"{KEY}.{direction}")]
+        override = self.block.boundaries.get(str(boundary))
+        own = getattr(override, direction) if override else None
+        if own is not None:
+            given.append((own, f"{KEY}.boundaries.{boundary}.{direction}"))
+        for settings, where in given:
+            for key in ("codec", "feedback"):
+                if key in settings.model_fields_set or settings is general:
+                    chosen[key] = getattr(settings, key), f"{where}.{key}"
+        return chosen
