@@ -108,6 +108,7 @@ def save(session: Any, root: Path, tag: str) -> None:
         write(
             path,
             _state(session),
+            session.config.checkpoint_codec,
             version=__version__,
             step=engine.global_steps,
             settings=settings,

@@ -1,6 +1,7 @@
 """A rank's state of channels in a safetensors file.
 
-    KEY                        the tensor
+    KEY                        the tensor, or
+    KEY#0, KEY#1, ...          the payload that the codec of "checkpoint" makes of it
     metadata                   "state": a `Metadata` in JSON, with a hash of each entry; "hash": of that text
 
 Everything read is compared with its hash and with the metadata. Whatever is wrong with a file raises
@@ -15,16 +16,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import torch
 from pydantic import Field
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ds_compress.codec import CODECS, Codec, Context, TensorSpec
 from ds_compress.feedback.digest import absorb
 from ds_compress.kernels.numerics import is_finite
 from ds_compress.registry import Options
 
 HASH_BYTES = 8
+
+SMALLEST = 256
+"""Values of a tensor from which the codec encodes it."""
 
 
 class DamagedFile(Exception):
@@ -82,6 +88,10 @@ class Metadata(Options):
     ] = Field(default={}, alias="noted")
     """What only this rank has recorded. By boundary, for its policy: a sum of norms and their number. By
     boundary and direction, for its guard: `monitor.limits.LASTING` of the last measured step."""
+    codec: dict[str, Any] = {}
+    """Name and options of the codec of "checkpoint"; empty for none."""
+    encoded: dict[str, Annotated[tuple[list[int], str], FROM_JSON]] = {}
+    """Shape and dtype of each tensor that it has encoded, by key."""
     name: str
     """Name of the file itself: a file of another rank is refused."""
     id: str = ""
@@ -116,17 +126,27 @@ class StateFile:
 
     @functools.cached_property
     def keys(self) -> frozenset[str]:
-        return frozenset(self._opened.hashes)
+        return frozenset(name.split("#")[0] for name in self._opened.hashes)
 
     def read(self, key: str) -> Tensor:
-        """Return the tensor as it was saved; on the CPU, and finite."""
-        opened = self._opened
+        """Return the tensor as it was saved, or what its codec makes of it; on the CPU, and finite."""
+        encoded = self.metadata.encoded.get(key)
         with _damage():
-            value = opened.file.get_tensor(key).clone()  # the library maps the file: it may be written to
-            if _hash_of_entry(key, value) != opened.hashes[key]:
-                raise ValueError(f"entry {key} is not what was written")
+            if encoded is None:
+                value = self._read_entry(key)
+            else:
+                count = sum(name.startswith(f"{key}#") for name in self._opened.hashes)
+                parts = tuple(self._read_entry(f"{key}#{number}") for number in range(count))
+                spec = TensorSpec(tuple(encoded[0]), getattr(torch, encoded[1]))
+                value = CODECS.build(self.metadata.codec, str(self.path)).decode(parts, spec, Context())
             if value.is_floating_point() and not is_finite(value if value.itemsize > 1 else value.float()):
                 raise ValueError(f"entry {key} is not finite")
+        return value
+
+    def _read_entry(self, name: str) -> Tensor:
+        value = self._opened.file.get_tensor(name).clone()  # the library maps the file: it may be written to
+        if _hash_of_entry(name, value) != self._opened.hashes[name]:
+            raise ValueError(f"entry {name} is not what was written")
         return value
 
     def memories(self, side: str) -> dict[int, dict[str, Tensor]]:
@@ -184,17 +204,30 @@ def _hash_of_entry(name: str, value: Tensor) -> str:
     return digest.hexdigest()
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], **metadata: Any) -> None:
+def write(path: Path, tensors: Mapping[str, Tensor], codec: Codec, **metadata: Any) -> None:
     """Write a file, complete or not at all.
 
     Args:
         tensors: by key; a key is LAYER/SIDE/POSITION/KEY IN MEMORY.
+        codec: encodes the large ones of floats. Both sides of a boundary have equal mirrored state, so its
+            codes are equal, too.
         metadata: fields of `Metadata`, except those that follow from the file.
     """
-    entries = {key: value.cpu().contiguous() for key, value in tensors.items()}
+    entries, encoded = dict[str, Tensor](), {}
+    for key, value in tensors.items():
+        value, spec = value.cpu().contiguous(), TensorSpec.of(value)
+        is_encoded = codec.name != "none" and value.is_floating_point() and spec.numel >= SMALLEST
+        if not is_encoded or codec.refuses(spec):
+            entries[key] = value
+            continue
+        encoded[key] = [*spec.shape], str(spec.dtype).removeprefix("torch.")
+        parts = codec.encode(value, Context())
+        entries |= {f"{key}#{number}": part.clone() for number, part in enumerate(parts)}
     names = sorted(entries)
     complete = Metadata(
         **metadata,
+        codec=codec.settings if encoded else {},
+        encoded=encoded,
         name=path.name,
         names=_hash_of_text(json.dumps(names)),
         hashes="".join(_hash_of_entry(name, entries[name]) for name in names),

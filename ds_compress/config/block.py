@@ -88,6 +88,12 @@ FIRST_CHECK = 25
 """Steps after the warm-up until the guard's first check: a setting that hurts does so early."""
 
 
+class CheckpointOptions(Options):
+    codec: Any = Field(default="none", json_schema_extra={"registry": "codec"})
+    """Codec of the state in checkpoints: name, or an object with its name and options. A run that resumes
+    then starts from what the codec kept of its residuals and buffers, not bit-identically. "none": exact."""
+
+
 class GuardOptions(Options):
     every: Steps = 200
     """Steps between two checks; the first comes 25 steps after the warm-up. A check runs the last micro-batch
@@ -174,6 +180,8 @@ class Block(Options):
     """Warns or stops when compression hurts."""
     monitor: MonitorOptions = MonitorOptions()
     """What is written to DeepSpeed's monitors: W&B, TensorBoard, CSV."""
+    checkpoint: CheckpointOptions = CheckpointOptions()
+    """What is saved beside DeepSpeed's checkpoints: the state of feedbacks."""
     seed: int = Field(default=1234, ge=0, lt=2**63)
     """Seed of every random choice, together with boundary, direction, step and micro-batch."""
 

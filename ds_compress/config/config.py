@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import ds_compress.codecs  # noqa: F401  (registers them)
-from ds_compress.codec import Codec
+from ds_compress.codec import CODECS, Codec
+from ds_compress.codecs.mixins import ReusesForwardIndices, Stateful
 from ds_compress.config.block import KEY, Block
 from ds_compress.config.checks import check, check_nesting, check_policy, feedback_notes, unused_options
 from ds_compress.config.codec_settings import CodecSettings
@@ -54,6 +55,7 @@ class Config:
             self.replica_ladder = replica_ladder(replicas, self.replica_policy, f"{KEY}.replicas")
         within = self.replica_ladder[0] if self.replica_ladder else codec
         self.replica_codec = None if self.outer else within  # of gradients, within a launch; the first one
+        self.checkpoint_codec = self._checkpoint_codec()
         self.eval = self._evaluation()
         self.policy = POLICIES.build(self.block.policy, f"{KEY}.policy")
         self.has_policy = self.policy.name != "constant"  # whether it may change settings between steps
@@ -144,6 +146,17 @@ class Config:
         used = self.in_force
         codecs = {number: used.codecs(int(number)).settings for number in used.block.boundaries}
         return {**used.codecs(None).settings, "boundaries": codecs, **plain, "policy": self.policy.settings}
+
+    def _checkpoint_codec(self) -> Codec:
+        path = f"{KEY}.checkpoint.codec"
+        codec = CODECS.build(self.block.checkpoint.codec, path)
+        reuses = isinstance(codec, ReusesForwardIndices) and codec.forward_partner() is not None
+        if isinstance(codec, Stateful) or reuses:
+            raise CompressionError(
+                f"{path}: {codec} is not allowed in checkpoints: it depends on other messages than the one "
+                "it decodes; allowed: 'quantize', 'lossless' and the like"
+            )
+        return codec
 
     def _evaluation(self) -> Literal["compressed", "uncompressed"]:
         """Return how messages of eval_batch are sent, of which the result counts."""

@@ -24,7 +24,6 @@ RENAMED = {
 
 REMOVED = {
     "axis": "groups are runs of the values as they lie in memory; leave it out",
-    "checkpoint": "state is stored exactly; leave it out",
     "block_size": "no selection has blocks; leave it out",
     "nvme": "use 'cpu'",
     "nvme_path": "buffers are in memory; leave it out",

@@ -27,7 +27,7 @@ from ds_compress.config import Config
 from ds_compress.message.channel import Boundary
 from tests.checkpoint.damaged_files import damaged, opened, signed
 
-RANK, STEP = Rank(1, 0, 0), 7
+RANK, STEP, EXACT = Rank(1, 0, 0), 7, Config({}).checkpoint_codec
 LOWRANK, QUANTIZE = {"name": "lowrank", "rank": 2}, {"name": "quantize", "bits": 4}
 BLOCK = {
     "forward": {"codec": LOWRANK, "feedback": "ef"},
@@ -53,7 +53,7 @@ def save(root, tag, sides):
     path = RANK.path(root / tag)
     path.parent.mkdir()
     settings = {side.key: side.settings for side in sides}
-    write(path, state_of(sides), version="0.2", step=STEP, settings=settings)
+    write(path, state_of(sides), EXACT, version="0.2", step=STEP, settings=settings)
     return path
 
 
@@ -199,7 +199,7 @@ def test_a_file_of_release_0_2_is_read(tmp_path):
     """It has an id, and no base where its tensors are not changes to those of another file."""
     path = tmp_path / "state.safetensors"
     entries, old = {"4/upstream/0/lowrank/q": torch.ones(3)}, {"id": "1", "base": None, "eight_bits": {}}
-    write(path, entries, version="0.2.0", step=7, settings={}, **old)
+    write(path, entries, EXACT, version="0.2.0", step=7, settings={}, **old)
     assert StateFile(path).read("4/upstream/0/lowrank/q").tolist() == [1, 1, 1]
 
 

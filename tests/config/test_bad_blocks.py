@@ -68,7 +68,7 @@ BAD = [
     ("link.connections", True, ": True", "integer"),
     ("link", {"connections": 2, "mode": "blocking"}, ".connections: 2 is not allowed with mode", "use mode"),
     ("link.checksum", 1, ": 1", "valid boolean"),
-    ("checkpoint", {"state": "int8"}, ": unknown key", "(removed: state is stored exactly"),
+    ("checkpoint", {"state": "int8"}, ".state: unknown key", "allowed: codec"),
     # words of earlier releases are refused with the new one: none is misread, none is guessed at
     ("forward.codec", quantize(hadamard="auto"), ".hadamard: 'auto' is not allowed", "a valid boolean"),
     (
