@@ -3,18 +3,23 @@ bench-net`.
 
 Needs root.
 
-    python launch/bench/net.py [--recipes none quantize4 ...] [--slowdowns 2.5 5] [--depths 1 2 3 auto]
-                               [--latencies 0 20 80] [--stages 2 | 4] [--steps 8] [--rounds 1] [--out FOLDER]
+    python launch/bench/net.py [--recipes none quantize4 ...] [--slowdowns 2.5 5 | --mbit 50 100]
+                               [--depths 1 2 3 auto] [--connections 1 4] [--latencies 0 20 80]
+                               [--loss 0 0.1 1] [--jitter 5] [--stages 2 | 4] [--steps 8] [--rounds 1]
+                               [--out FOLDER]
     python launch/bench/net.py --replicas [--dtypes fp32 bf16] [--slowdowns 2.5 5] [--steps 8] [--out FOLDER]
 
 Two stages, one core each, in two network namespaces (two_hosts.sh), or four, two of them on each host: then
 their passes sleep most of the time (sleeping_passes.py), as there are not enough cores. The links are the
-machine's own and those on which DeepSpeed alone takes so many times its step on the machine's own.
+machine's own and those on which DeepSpeed alone takes so many times its step on the machine's own, or those
+of --mbit.
 On each link every setting trains once in each of the rounds, in turn; OUT/rows.json holds one row per link,
 recipe and depth, the round with the median step, plot.png the same as bars:
 
     latency_ms                  of the link, there and back; 0: whatever the machine has
+    loss, jitter_ms             of the link: packets lost of every 100; most that a packet is later
     depth                       link.depth; depth_ran: the same, or what "auto" has chosen
+    connections                 link.connections; DeepSpeed alone has 1
     share_of_free_link          step of DeepSpeed alone on the unshaped link / step_s
     step_s                      median over the steps, the first ones left out
     step_over_stock_unshaped    step_s / that of DeepSpeed alone on the unshaped link
@@ -24,7 +29,7 @@ recipe and depth, the round with the median step, plot.png the same as bars:
     link_busy                   share of the step in which the busier direction of a shaped link transmits
     chosen                      what `"recipe": "auto"` has chosen
     predicted_step_s            what `ds-compress advise` says, from the times of DeepSpeed alone; of "auto"
-                                what it said when it chose
+                                what it said when it chose; without lost packets and jitter
     losses_equal_stock          whether all losses are bit-equal to those of DeepSpeed alone
     processor                   of this machine
 
@@ -38,6 +43,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +58,7 @@ from ds_compress.planning.step_time import LinkSpeed, MessageCost, TransferPlan,
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from launch.bench.net_replicas import DTYPES
 from launch.bench.net_replicas import bench as bench_replicas
-from launch.bench.net_report import plot, show
+from launch.bench.net_report import link_of, plot, show
 from launch.bench.net_runs import (
     BASELINE,
     HIDDEN,
@@ -107,16 +113,20 @@ class Bench:
         return TransferPlan(**traffic, eager=config.block.link.mode == "eager", depth=depth)
 
     def add(
-        self, recipe: str, wire: Wire, run: dict[str, Any], workload: Workload, depth: int | str = 1
+        self,
+        recipe: str,
+        wire: Wire,
+        run: dict[str, Any],
+        workload: Workload,
+        depth: int | str = 1,
+        connections: int = 1,
     ) -> None:
         """Add the row of `run`; on every link the rows of DeepSpeed alone come first."""
         if not self.rows:
             self.losses = run["losses"]
         unshaped = self.rows[0]["step_s"] if self.rows else run["step_s"]
-        here = wire.name, wire.rtt_ms
-        same = next(
-            (row["step_s"] for row in self.rows if (row["link"], row["latency_ms"]) == here), run["step_s"]
-        )
+        here = wire.name, wire.rtt_ms, wire.loss
+        same = next((row["step_s"] for row in self.rows if link_of(row) == here), run["step_s"])
         ran = depth if isinstance(depth, int) else chosen_depth(run["log"])
         chosen, predicted = chosen_setting(run["log"])
         if predicted is None:
@@ -124,11 +134,14 @@ class Bench:
         row = {
             "link": wire.name,
             "latency_ms": wire.rtt_ms,
+            "loss": wire.loss,
+            "jitter_ms": wire.jitter_ms,
             "stages": self.runs.stages,
             "recipe": recipe,
             "chosen": chosen,
             "depth": depth,
             "depth_ran": ran,
+            "connections": connections,
             "step_s": run["step_s"],
             "step_over_stock_unshaped": run["step_s"] / unshaped,
             "share_of_free_link": unshaped / run["step_s"],
@@ -141,20 +154,29 @@ class Bench:
         }
         self.rows.append(row)
         print(
-            f"{row['link']:>12} {wire.rtt_ms:3g} ms {recipe:<14} depth {depth!s:<4} {row['step_s']:.3f} s, "
-            f"predicted {predicted:.3f} s",
+            f"{row['link']:>12} {wire.rtt_ms:3g} ms {wire.loss:3g} % lost {recipe:<14} depth {depth!s:<4} "
+            f"connections {connections} {row['step_s']:.3f} s, predicted {predicted:.3f} s",
             flush=True,
         )
 
     def link(
-        self, wire: Wire, recipes: Sequence[str], depths: Sequence[int | str], workload: Workload
+        self,
+        wire: Wire,
+        recipes: Sequence[str],
+        depths: Sequence[int | str],
+        workload: Workload,
+        connections: Sequence[int] = (1,),
     ) -> None:
         """Measure DeepSpeed alone and all recipes on a link, and write the rows at once."""
-        settings = [(BASELINE, 1), *((recipe, at) for recipe in recipes for at in of_depths(recipe, depths))]
-        rounds = [[self.runs.train(recipe, wire, at) for recipe, at in settings] for _ in range(self.rounds)]
-        for (recipe, at), runs in zip(settings, zip(*rounds, strict=True), strict=True):
+        settings: list[tuple[str, int | str, int]] = [(BASELINE, 1, 1)]
+        settings += [(name, at, n) for name in recipes for at in of_depths(name, depths) for n in connections]
+        rounds = [
+            [self.runs.train(recipe, wire, at, connections=n) for recipe, at, n in settings]
+            for _ in range(self.rounds)
+        ]
+        for (recipe, at, n), runs in zip(settings, zip(*rounds, strict=True), strict=True):
             in_order = sorted(runs, key=lambda run: run["step_s"])
-            self.add(recipe, wire, in_order[len(runs) // 2], workload, at)
+            self.add(recipe, wire, in_order[len(runs) // 2], workload, at, n)
         (self.runs.out / "rows.json").write_text(json.dumps(self.rows, indent=2) + "\n")
 
     def slow_link(self, slowdown: float, workload: Workload) -> float:
@@ -218,7 +240,8 @@ def main() -> None:
         metavar="NAME",
         help=f"of {', '.join(RECIPES)} (default: all)",
     )
-    parser.add_argument(
+    links = parser.add_mutually_exclusive_group()
+    links.add_argument(
         "--slowdowns",
         nargs="*",
         type=float,
@@ -226,6 +249,7 @@ def main() -> None:
         metavar="TIMES",
         help="of DeepSpeed alone, one link each (default: 2.5 5)",
     )
+    links.add_argument("--mbit", nargs="+", type=float, help="bandwidths instead, each direction, Mbit/s")
     parser.add_argument(
         "--steps", type=int, default=8, help=f"in each run, the first {WARM_UP} left out (default: 8)"
     )
@@ -244,6 +268,29 @@ def main() -> None:
         default=[0.0],
         metavar="MS",
         help="there and back, each with each slow link (default: 0, none added)",
+    )
+    parser.add_argument(
+        "--loss",
+        nargs="+",
+        type=float,
+        default=[0.0],
+        metavar="PERCENT",
+        help="packets lost at random, each with each slow link and latency (default: 0)",
+    )
+    parser.add_argument(
+        "--jitter",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="most that a packet of a slow link is later, at random (default: 0)",
+    )
+    parser.add_argument(
+        "--connections",
+        nargs="+",
+        type=int,
+        default=[1],
+        metavar="N",
+        help="link.connections of recipes on slow links (default: 1)",
     )
     parser.add_argument("--rounds", type=int, default=1, help="of each link (default: 1)")
     parser.add_argument(
@@ -280,10 +327,10 @@ def main() -> None:
     bench = Bench(runs, args.rounds)
     workload = bench.profile()
     bench.link(Wire(), args.recipes, [1], workload)
-    for slowdown in args.slowdowns:
-        mbit = bench.slow_link(slowdown, workload)
-        for latency in args.latencies:
-            bench.link(Wire(mbit, latency), args.recipes, args.depths, workload)
+    bandwidths = args.mbit or (bench.slow_link(slowdown, workload) for slowdown in args.slowdowns)
+    for mbit, latency, loss in product(bandwidths, args.latencies, args.loss):
+        wire = Wire(mbit, latency, loss, args.jitter)
+        bench.link(wire, args.recipes, args.depths, workload, args.connections)
     show(bench.rows)
     plot(bench.rows, out / "plot.png")
     print(f"wrote {out / 'rows.json'} and plot.png")

@@ -13,12 +13,20 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 
+def link_of(row: dict[str, Any]) -> tuple[str, float, float]:
+    """Return what distinguishes the links of a run of net.py: bandwidth, latency and loss."""
+    return row["link"], row["latency_ms"], row["loss"]
+
+
 def show(rows: list[dict[str, Any]]) -> None:
     table = Table(
         "link",
         "ms",
+        "jitter, ms",
+        "lost, %",
         "recipe",
         "depth",
+        "connections",
         "step, s",
         "step / baseline step, unlimited link",
         "step / baseline step, same link",
@@ -33,8 +41,11 @@ def show(rows: list[dict[str, Any]]) -> None:
         table.add_row(
             row["link"],
             f"{row['latency_ms']:g}",
+            f"{row['jitter_ms']:g}",
+            f"{row['loss']:g}",
             f"{row['recipe']}: {row['chosen']}" if row["chosen"] else row["recipe"],
             str(row["depth"]) if row["depth"] == row["depth_ran"] else f"{row['depth']}: {row['depth_ran']}",
+            str(row["connections"]),
             f"{row['step_s']:.3f}",
             f"{row['step_over_stock_unshaped']:.3f}",
             f"{row['step_over_stock_same_link']:.3f}",
@@ -48,18 +59,24 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def plot(rows: list[dict[str, Any]], file: Path) -> None:
-    links = list(dict.fromkeys((row["link"], row["latency_ms"]) for row in rows))
+    links = list(dict.fromkeys(map(link_of, rows)))
     figure, axes = pyplot.subplots(
         1, len(links), figsize=(4 * len(links), 4), squeeze=False, layout="constrained"
     )
     for axis, link in zip(axes[0], links):
-        here = [row for row in rows if (row["link"], row["latency_ms"]) == link]
+        here = [row for row in rows if link_of(row) == link]
         names = [row["recipe"] if row["depth"] == 1 else f"{row['recipe']}, {row['depth']}" for row in here]
+        names = [
+            name if row["connections"] == 1 else f"{name}, {row['connections']} connections"
+            for name, row in zip(names, here, strict=True)
+        ]
         axis.bar(names, [row["step_over_stock_unshaped"] for row in here], label="measured")
         predicted = [row["predicted_step_s"] / rows[0]["step_s"] for row in here]
         axis.plot(names, predicted, "k_", markersize=12, label="predicted")
         axis.axhline(1, color="grey", linewidth=0.8)
-        axis.set_title(link[0] if not link[1] else f"{link[0]}, {link[1]:g} ms")
+        name, latency, loss = link
+        title = f"{name}, {latency:g} ms" if latency else name
+        axis.set_title(f"{title}, {loss:g} % lost" if loss else title)
         axis.tick_params(axis="x", rotation=60)
     axes[0][0].set_ylabel("step / baseline step, unlimited link")
     axes[0][0].legend()

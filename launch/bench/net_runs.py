@@ -47,10 +47,12 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Wire:
-    """The link between the hosts: bandwidth and round-trip time."""
+    """The link between the hosts: bandwidth, round-trip time, lost packets and jitter."""
 
     mbit: float | None = None  # each direction; None: as fast as the machine
     rtt_ms: float = 0.0
+    loss: float = 0.0  # packets of every 100, each direction
+    jitter_ms: float = 0.0
 
     @property
     def name(self) -> str:
@@ -65,10 +67,11 @@ def of_depths(recipe: str, depths: Sequence[int | str]) -> Sequence[int | str]:
     return [1] if block.get("link", {}).get("mode") == "blocking" else depths
 
 
-def settings(recipe: str, depth: int | str) -> dict[str, Any]:
-    """Return the "ds_compress" block of a recipe at a depth."""
+def settings(recipe: str, depth: int | str, connections: int = 1) -> dict[str, Any]:
+    """Return the "ds_compress" block of a recipe at a depth, with so many connections."""
     block = RECIPES[recipe]
-    return {**block, "link": {**block.get("link", {}), "depth": depth}}
+    link = {**block.get("link", {}), "depth": depth}
+    return {**block, "link": {**link, "connections": connections} if connections > 1 else link}
 
 
 class Runs:
@@ -82,11 +85,20 @@ class Runs:
         self.stages = stages
 
     def train(
-        self, recipe: str, wire: Wire, depth: int | str = 1, through: Sequence[str] = ()
+        self,
+        recipe: str,
+        wire: Wire,
+        depth: int | str = 1,
+        through: Sequence[str] = (),
+        connections: int = 1,
     ) -> dict[str, Any]:
         """Step time, losses, bytes a step that left each host, and the output of one run, by a program that
         takes the training script and its arguments."""
         place = f"{wire.name.replace(' ', '').replace('/s', '').lower()}-{wire.rtt_ms:g}ms"
+        if wire.loss or wire.jitter_ms:
+            place += f"-loss-{wire.loss:g}-jitter-{wire.jitter_ms:g}ms"
+        if connections > 1:
+            place += f"-connections-{connections}"
         folder = self.out / f"{recipe}-depth-{depth}-{place}"
         shutil.rmtree(folder, ignore_errors=True)  # the CSV monitor appends to what it finds
         folder.mkdir(parents=True)
@@ -98,7 +110,7 @@ class Runs:
             "csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "csv"},
         }
         if recipe != BASELINE:
-            config["ds_compress"] = settings(recipe, depth)
+            config["ds_compress"] = settings(recipe, depth, connections)
         (folder / "ds_config.json").write_text(json.dumps(config, indent=2))
         words: list[Any] = [LAUNCH / "two_hosts.sh"]
         if self.stages > HOSTS:
@@ -149,6 +161,8 @@ def run(words: list[str], folder: Path, wire: Wire, slots: int) -> tuple[list[st
         "COUNTERS": str(folder / "counters"),
         "RATE": f"{wire.mbit}mbit" if wire.mbit else "",
         "RTT_MS": f"{wire.rtt_ms:g}",
+        "LOSS": f"{wire.loss:g}",
+        "JITTER_MS": f"{wire.jitter_ms:g}",
         "SLOTS": str(slots),
         "PASS_MS": str(PASS_MS),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(LAUNCH.parent), os.environ.get("PYTHONPATH")])),

@@ -1,0 +1,40 @@
+"""`launch/bench/net.py` hands the link and its connections on to the runs, and shows them."""
+
+from launch.bench.net_report import link_of, show
+from launch.bench.net_runs import Wire, run, settings
+
+
+def test_the_link_reaches_two_hosts(tmp_path):
+    wire = Wire(50, 20, 0.1, 5)
+    log, succeeded = run(["sh", "-c", "echo $RATE $RTT_MS $LOSS $JITTER_MS"], tmp_path, wire, 1)
+    assert succeeded and log == ["50mbit 20 0.1 5"]
+
+
+def test_connections_are_part_of_the_block():
+    assert settings("safe", 2, 4) == {"recipe": "safe", "link": {"depth": 2, "connections": 4}}
+    assert settings("safe", 2) == {"recipe": "safe", "link": {"depth": 2}}
+
+
+def test_links_that_differ_in_loss_are_two(capsys):
+    row = {
+        "link": "50 Mbit/s",
+        "latency_ms": 20.0,
+        "loss": 0.1,
+        "jitter_ms": 5.0,
+        "stages": 2,
+        "recipe": "safe",
+        "chosen": None,
+        "depth": 1,
+        "depth_ran": 1,
+        "connections": 4,
+        "step_s": 1.0,
+        "step_over_stock_unshaped": 1.0,
+        "share_of_free_link": 1.0,
+        "step_over_stock_same_link": 1.0,
+        "wire_bytes": 1,
+        "link_busy": None,
+        "predicted_step_s": 1.0,
+    }
+    show([row])
+    assert "lost" in capsys.readouterr().out
+    assert link_of(row) != link_of({**row, "loss": 1.0})
