@@ -15,7 +15,8 @@ def test_connections_are_part_of_the_block():
     assert settings("safe", 2) == {"recipe": "safe", "link": {"depth": 2}}
 
 
-def test_links_that_differ_in_loss_are_two(capsys):
+def test_links_that_differ_in_loss_are_two(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "240")  # narrower tables cut words off
     row = {
         "link": "50 Mbit/s",
         "latency_ms": 20.0,
