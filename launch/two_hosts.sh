@@ -10,6 +10,7 @@
 #             between them: not every kernel has netem)
 #   LOSS      packets lost at random of every 100, each direction (default 0; the same process drops them)
 #   JITTER_MS most that a packet is later than RTT_MS / 2, in milliseconds, at random, in their order (default 0)
+#   TCP       congestion control (default cubic): one of /proc/sys/net/ipv4/tcp_available_congestion_control
 #   SLOTS     ranks on each host (default 1)
 #   CORES     core of host A and core of host B (default "0 1"): the ranks of a host share one
 #   COUNTERS  file that gets the bytes that left host A and host B, TCP and IP headers included, in two lines
@@ -74,8 +75,8 @@ for host in $a $b; do
     ip -n $host address add "$(address $host)/30" dev wire
     ip -n $host link set lo up
     ip -n $host link set wire up
-    # The default differs from machine to machine; a kernel without cubic keeps its own
-    ip netns exec $host sysctl -qw net.ipv4.tcp_congestion_control=cubic || true
+    # The default differs from machine to machine; a kernel without it keeps its own
+    ip -n $host route replace 10.77.0.0/30 dev wire congctl "${TCP:-cubic}" || true
     if [[ -n ${RATE:-} ]]; then
         ip netns exec $host tc qdisc add dev wire root tbf rate "$RATE" burst "$(burst "$RATE")" latency 100ms ||
             fail "tc cannot shape the link to RATE=$RATE: is sch_tbf in this kernel, and is the rate written as 200mbit?"

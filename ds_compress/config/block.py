@@ -64,8 +64,8 @@ class LinkOptions(Options):
     DeepSpeed's own, such as DualPipeV's, ignore it."""
     connections: int = Field(default=1, ge=1, le=16)
     """TCP connections of each direction of a boundary: a packet of 64 KiB or more is sent in as many parts,
-    one over each: for links on which one connection is limited. What it gains is not shown yet. Packets and
-    results are the same. It needs the eager link; over NCCL, which opens connections of its own, and
+    one over each: for links that lose packets, on which one connection is slow. On others it may cost some
+    percent. Packets and results are the same. It needs the eager link; over NCCL, which opens connections of its own, and
     under DualPipeV it has no effect."""
     memory_gb: float | None = Field(default=None, gt=0, le=1e6)
     """With depth "auto": GB (10^9 bytes) that activations and packets in flight may take on a stage. null: on
