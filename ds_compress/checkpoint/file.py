@@ -31,6 +31,8 @@ HASH_BYTES = 8
 
 SMALLEST = 256
 """Values of a tensor from which the codec encodes it."""
+INEXACT = torch.float32, torch.bfloat16, torch.float16
+"""Dtypes that it encodes."""
 
 
 class DamagedFile(Exception):
@@ -90,8 +92,8 @@ class Metadata(Options):
     boundary and direction, for its guard: `monitor.limits.LASTING` of the last measured step."""
     codec: dict[str, Any] = {}
     """Name and options of the codec of "checkpoint"; empty for none."""
-    encoded: dict[str, Annotated[tuple[list[int], str], FROM_JSON]] = {}
-    """Shape and dtype of each tensor that it has encoded, by key."""
+    encoded: dict[str, Annotated[tuple[list[int], str, int], FROM_JSON]] = {}
+    """Shape, dtype and number of parts of each tensor that it has encoded, by key."""
     name: str
     """Name of the file itself: a file of another rank is refused."""
     id: str = ""
@@ -126,7 +128,9 @@ class StateFile:
 
     @functools.cached_property
     def keys(self) -> frozenset[str]:
-        return frozenset(name.split("#")[0] for name in self._opened.hashes)
+        encoded = self.metadata.encoded
+        parts = {f"{key}#{number}" for key, (*_, count) in encoded.items() for number in range(count)}
+        return frozenset(self._opened.hashes.keys() - parts | encoded.keys())
 
     def read(self, key: str) -> Tensor:
         """Return the tensor as it was saved, or what its codec makes of it; on the CPU, and finite."""
@@ -135,9 +139,9 @@ class StateFile:
             if encoded is None:
                 value = self._read_entry(key)
             else:
-                count = sum(name.startswith(f"{key}#") for name in self._opened.hashes)
+                shape, dtype, count = encoded
                 parts = tuple(self._read_entry(f"{key}#{number}") for number in range(count))
-                spec = TensorSpec(tuple(encoded[0]), getattr(torch, encoded[1]))
+                spec = TensorSpec(tuple(shape), getattr(torch, dtype))
                 value = CODECS.build(self.metadata.codec, str(self.path)).decode(parts, spec, Context())
             if value.is_floating_point() and not is_finite(value if value.itemsize > 1 else value.float()):
                 raise ValueError(f"entry {key} is not finite")
@@ -204,25 +208,31 @@ def _hash_of_entry(name: str, value: Tensor) -> str:
     return digest.hexdigest()
 
 
+def _may_lose(key: str, spec: TensorSpec) -> bool:
+    """Return whether an entry is a residual or a buffer of a feedback, whose errors training makes up for."""
+    is_kept = not {"sender", "mirror"}.isdisjoint(key.split("/")) and not key.endswith(".scales")
+    return is_kept and spec.dtype in INEXACT and spec.numel >= SMALLEST
+
+
 def write(path: Path, tensors: Mapping[str, Tensor], codec: Codec, **metadata: Any) -> None:
     """Write a file, complete or not at all.
 
     Args:
         tensors: by key; a key is LAYER/SIDE/POSITION/KEY IN MEMORY.
-        codec: encodes the large ones of floats. Both sides of a boundary have equal mirrored state, so its
-            codes are equal, too.
+        codec: encodes what feedbacks keep, not weights, bases and the like. Both sides of a boundary have
+            equal mirrored state, so its codes are equal, too.
         metadata: fields of `Metadata`, except those that follow from the file.
     """
     entries, encoded = dict[str, Tensor](), {}
     for key, value in tensors.items():
-        value, spec = value.cpu().contiguous(), TensorSpec.of(value)
-        is_encoded = codec.name != "none" and value.is_floating_point() and spec.numel >= SMALLEST
-        if not is_encoded or codec.refuses(spec):
+        value = value.cpu().contiguous()
+        spec = TensorSpec.of(value)
+        if codec.name == "none" or not _may_lose(key, spec) or codec.refuses(spec):
             entries[key] = value
             continue
-        encoded[key] = [*spec.shape], str(spec.dtype).removeprefix("torch.")
         parts = codec.encode(value, Context())
-        entries |= {f"{key}#{number}": part.clone() for number, part in enumerate(parts)}
+        encoded[key] = [*spec.shape], str(spec.dtype).removeprefix("torch."), len(parts)
+        entries |= {f"{key}#{number}": part.contiguous().clone() for number, part in enumerate(parts)}
     names = sorted(entries)
     complete = Metadata(
         **metadata,
@@ -232,7 +242,8 @@ def write(path: Path, tensors: Mapping[str, Tensor], codec: Codec, **metadata: A
         names=_hash_of_text(json.dumps(names)),
         hashes="".join(_hash_of_entry(name, entries[name]) for name in names),
     )
-    text = json.dumps(complete.model_dump(mode="json", by_alias=True))
+    unused = None if encoded else {"codec", "encoded"}  # releases before them read the file
+    text = json.dumps(complete.model_dump(mode="json", by_alias=True, exclude=unused))
     part = path.with_suffix(".part")
     try:
         save_file(entries, part, {"state": text, "hash": _hash_of_text(text)})

@@ -65,8 +65,8 @@ class LinkOptions(Options):
     connections: int = Field(default=1, ge=1, le=16)
     """TCP connections of each direction of a boundary: a packet of 64 KiB or more is sent in as many parts,
     one over each: for links that lose packets, on which one connection is slow. On others it may cost some
-    percent. Packets and results are the same. It needs the eager link; over NCCL, which opens connections of its own, and
-    under DualPipeV it has no effect."""
+    percent. Packets and results are the same. It needs the eager link; over NCCL, which opens connections of
+    its own, and under DualPipeV it has no effect."""
     memory_gb: float | None = Field(default=None, gt=0, le=1e6)
     """With depth "auto": GB (10^9 bytes) that activations and packets in flight may take on a stage. null: on
     a GPU, what is free after the first steps less a tenth of its memory; on a CPU, an equal share per rank of
@@ -90,8 +90,8 @@ FIRST_CHECK = 25
 
 class CheckpointOptions(Options):
     codec: Any = Field(default="none", json_schema_extra={"registry": "codec"})
-    """Codec of the state in checkpoints: name, or an object with its name and options. A run that resumes
-    then starts from what the codec kept of its residuals and buffers, not bit-identically. "none": exact."""
+    """Codec of what feedbacks keep, in checkpoints: name, or an object with its name and options. A run that
+    resumes starts from what it kept: with "none" and "lossless" all, bit-identically."""
 
 
 class GuardOptions(Options):
@@ -181,7 +181,7 @@ class Block(Options):
     monitor: MonitorOptions = MonitorOptions()
     """What is written to DeepSpeed's monitors: W&B, TensorBoard, CSV."""
     checkpoint: CheckpointOptions = CheckpointOptions()
-    """What is saved beside DeepSpeed's checkpoints: the state of feedbacks."""
+    """How the residuals and buffers of feedbacks are saved beside DeepSpeed's checkpoints."""
     seed: int = Field(default=1234, ge=0, lt=2**63)
     """Seed of every random choice, together with boundary, direction, step and micro-batch."""
 

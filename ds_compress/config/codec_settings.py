@@ -40,7 +40,7 @@ class BoundaryCodecs:
 
 
 class CodecSettings:
-    """The codecs that are in force, built from a block; nothing changes them."""
+    """The codecs that are in force, built from a block when they are first asked for; none is replaced."""
 
     def __init__(self, block: Block):
         """
@@ -77,7 +77,7 @@ class CodecSettings:
         if all(codecs[n] is self.codecs(n) for n in numbers):
             return self
         new = copy.copy(self)
-        new._codecs = codecs
+        new._codecs, new.notes = codecs, dict(self.notes)
         new.block = self.block.model_copy(update={"boundaries": other.block.boundaries})
         new.configured_boundaries, new.sample_ids = other.configured_boundaries, other.sample_ids
         return new

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import ds_compress.codecs  # noqa: F401  (registers them)
 from ds_compress.codec import CODECS, Codec
-from ds_compress.codecs.mixins import ReusesForwardIndices, Stateful
+from ds_compress.codecs.mixins import Selects, Stateful
 from ds_compress.config.block import KEY, Block
 from ds_compress.config.checks import check, check_nesting, check_policy, feedback_notes, unused_options
 from ds_compress.config.codec_settings import CodecSettings
@@ -135,7 +135,13 @@ class Config:
     def prepare(self) -> None:
         """Load the compiled kernels if any codec is used; every rank calls it before training."""
         between = self.replica_codec or self.outer_codec
-        if self.quality or between or any(codec.name != "none" for codec, _ in self.in_force.pairs()):
+        saved = self.checkpoint_codec.name != "none"
+        if (
+            self.quality
+            or saved
+            or between
+            or any(codec.name != "none" for codec, _ in self.in_force.pairs())
+        ):
             prepare()
 
     @property
@@ -150,11 +156,11 @@ class Config:
     def _checkpoint_codec(self) -> Codec:
         path = f"{KEY}.checkpoint.codec"
         codec = CODECS.build(self.block.checkpoint.codec, path)
-        reuses = isinstance(codec, ReusesForwardIndices) and codec.forward_partner() is not None
-        if isinstance(codec, Stateful) or reuses:
+        if isinstance(codec, (Stateful, Selects)) or bool(getattr(codec.options, "rank", 0)):
             raise CompressionError(
-                f"{path}: {codec} is not allowed in checkpoints: it depends on other messages than the one "
-                "it decodes; allowed: 'quantize', 'lossless' and the like"
+                f"{path}: {codec} is not allowed in checkpoints: it depends on other messages, leaves most "
+                "values out, or gives other bits on other processors; allowed: 'quantize', 'lossless' and "
+                "the like"
             )
         return codec
 
