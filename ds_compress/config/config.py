@@ -134,14 +134,9 @@ class Config:
 
     def prepare(self) -> None:
         """Load the compiled kernels if any codec is used; every rank calls it before training."""
-        between = self.replica_codec or self.outer_codec
-        saved = self.checkpoint_codec.name != "none"
-        if (
-            self.quality
-            or saved
-            or between
-            or any(codec.name != "none" for codec, _ in self.in_force.pairs())
-        ):
+        others = (self.replica_codec or self.outer_codec, self.checkpoint_codec)
+        codecs = [*others, *(codec for codec, _ in self.in_force.pairs())]
+        if self.quality or any(codec is not None and codec.name != "none" for codec in codecs):
             prepare()
 
     @property
