@@ -142,7 +142,7 @@ class StateFile:
                 shape, dtype, count = encoded
                 parts = tuple(self._read_entry(f"{key}#{number}") for number in range(count))
                 spec = TensorSpec(tuple(shape), getattr(torch, dtype))
-                value = CODECS.build(self.metadata.codec, str(self.path)).decode(parts, spec, Context())
+                value = self._codec.decode(parts, spec, Context())
             if value.is_floating_point() and not is_finite(value if value.itemsize > 1 else value.float()):
                 raise ValueError(f"entry {key} is not finite")
         return value
@@ -162,6 +162,10 @@ class StateFile:
                 memory = found.setdefault(int(position), {})
             memory[key] = self.read(name)
         return found
+
+    @functools.cached_property
+    def _codec(self) -> Codec:
+        return CODECS.build(self.metadata.codec, str(self.path))
 
     @functools.cached_property
     def _opened(self) -> _Opened:

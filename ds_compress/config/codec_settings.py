@@ -30,7 +30,8 @@ class BoundaryCodecs:
         return {direction: getattr(self, direction).settings for direction in DIRECTIONS}
 
     def replaced_by(self, other: "BoundaryCodecs") -> "BoundaryCodecs":
-        """Return `other`, with those of these codecs, and their state, whose settings are equal."""
+        """Return `other`, with what stays of these, and its state: both codecs if all settings are equal, or
+        the forward one if its settings are."""
         if self.settings == other.settings:
             return self
         if self.forward.settings != other.forward.settings:
@@ -40,7 +41,7 @@ class BoundaryCodecs:
 
 
 class CodecSettings:
-    """The codecs that are in force, built from a block when they are first asked for; none is replaced."""
+    """The codecs of every boundary, each built from a block when it is first asked for, and then the same."""
 
     def __init__(self, block: Block):
         """

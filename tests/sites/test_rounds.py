@@ -112,11 +112,11 @@ def play_without_others(launches, learned):
     """A round of all launches that live; who was announced, and is dead, is waited for no longer."""
     futures = [launch.start(value) for launch, value in zip(launches, learned)]
     first, slots = launches[0].slots[0], [slot for launch in launches for slot in launch.slots]
-    while set(first._board.came(launches[0].position.round)) < {launch.number for launch in launches}:
-        pass
+    numbers, number = {launch.number for launch in launches}, launches[0].position.round
+    eventually(lambda: numbers <= set(first._board.came(number)))
     before = [slot._options for slot in slots]
     for slot in slots:
-        slot._options = OuterOptions(grace_s=0.001)
+        slot._options = slot._options.model_copy(update={"grace_s": 0.001})
     results = [launch.finish(own) for launch, own in zip(launches, futures)]
     for slot, options in zip(slots, before):
         slot._options = options
