@@ -240,6 +240,14 @@ class Codec(Named, ABC):
         """
         return False
 
+    @property
+    def decodes_alike(self) -> bool:
+        """Return whether all processors decode a packet to the same bits: not by products of matrices.
+
+        If not, no state that both sides keep, nor a checkpoint, is made from it.
+        """
+        return True
+
     def keeps_rows(self, spec: TensorSpec) -> bool:
         """Return whether no row that is not zero decodes to zeros, down to the smallest normal number.
 

@@ -136,6 +136,10 @@ class Entropy(Codec):
     def unbiased(self) -> bool:
         return self.options.rounding == "dither"
 
+    @property
+    def decodes_alike(self) -> bool:
+        return not self.options.rank
+
     def error_bound(self, spec: TensorSpec) -> float:
         rest = ROUNDED_BASIS if self._rank(spec) else 1.0  # its largest norm, relative to the message's
         if self.unbiased:  # each value is half a step off at most, however coarse that is

@@ -78,6 +78,10 @@ class LowRank(Codec, Stateful):
         p, *q = (part.to(dtype) for part in parts)
         return as_message(p @ q[0].T if q else p, spec)
 
+    @property
+    def decodes_alike(self) -> bool:
+        return False
+
     def error_bound(self, spec: TensorSpec) -> float:
         rank = self.factor_rank(spec.shape)
         if rank is None:

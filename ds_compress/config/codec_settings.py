@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_compress.codec import CODECS, Codec
-from ds_compress.codecs.lowrank import LowRank
 from ds_compress.codecs.mixins import ReusesForwardIndices, VariableSizePayload
 from ds_compress.config.block import DIRECTIONS, KEY, Block
 from ds_compress.errors import CompressionError, errors_at
@@ -140,9 +139,9 @@ class CodecSettings:
                     f"allowed: {', '.join(feedback.directions)}"
                 )
             codec = forward if direction == "forward" else backward
-            if feedback.has_mirrored_state and isinstance(codec, LowRank):
+            if feedback.has_mirrored_state and not codec.decodes_alike:
                 raise CompressionError(
-                    f"{path}.{direction}.feedback: {feedback.name!r} is not allowed with codec 'lowrank': "
+                    f"{path}.{direction}.feedback: {feedback.name!r} is not allowed with codec {codec}: "
                     "both sides keep the same state, but a matrix product has other last bits on other "
                     "processors; allowed: 'none', 'ef', 'loco'"
                 )

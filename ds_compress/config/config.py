@@ -151,7 +151,7 @@ class Config:
     def _checkpoint_codec(self) -> Codec:
         path = f"{KEY}.checkpoint.codec"
         codec = CODECS.build(self.block.checkpoint.codec, path)
-        if isinstance(codec, (Stateful, Selects)) or bool(getattr(codec.options, "rank", 0)):
+        if isinstance(codec, (Stateful, Selects)) or not codec.decodes_alike:
             raise CompressionError(
                 f"{path}: {codec} is not allowed in checkpoints: it depends on other messages, leaves most "
                 "values out, or gives other bits on other processors; allowed: 'quantize', 'lossless' and "

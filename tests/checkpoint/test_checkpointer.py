@@ -235,8 +235,9 @@ def test_tensor_parallel_ranks_decide_together():
     assert Verdict([*rows[:3], [4, 0, 1, 1, RESTORED, 12]]).status == {(4, 0): DIFFERENT}
 
 
-def save_on_a_full_disk(ds_config, folder, full):
-    """Rank `full` may write 64 bytes of its file; the system refuses the rest, as where a disk is full."""
+def save_where_one_rank_fails(ds_config, folder, failing, fault):
+    """The rank `failing` may write 64 bytes of its file, and the system refuses the rest, as where a disk is
+    full; or its codec raises."""
     engine, data = build(2, ds_config), batches()
     engine.train_batch(data)
     engine.save_checkpoint(folder, tag="first")
@@ -249,20 +250,29 @@ def save_on_a_full_disk(ds_config, folder, full):
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, free)
 
-    if torch.distributed.get_rank() == full:
-        checkpointer.write = limited
+    def encode(x, ctx):
+        raise RuntimeError("no memory is left, or the message is too large")
+
+    if torch.distributed.get_rank() == failing:
+        if fault == "disk":
+            checkpointer.write = limited
+        else:
+            engine.ds_compress.config.checkpoint_codec.encode = encode
     return refusal(engine.save_checkpoint, folder, tag="second")
 
 
-@pytest.mark.parametrize("full", [0, 1])
-def test_a_full_disk_stops_all_ranks_and_leaves_the_checkpoint_before(full, tmp_path):
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("fault", ["disk", "codec"])
+def test_a_rank_that_cannot_write_stops_all_and_leaves_the_checkpoint_before(fault, failing, tmp_path):
     """The rank that failed left the others in DeepSpeed's barrier, for as long as its time-out."""
-    messages = run_ranks(2, save_on_a_full_disk, config("ef21"), tmp_path, full)
-    failed, other = messages[full], messages[1 - full]
+    ds_config = config("ef21")
+    ds_config["ds_compress"]["checkpoint"] = {"codec": {"name": "quantize", "bits": 8}}
+    messages = run_ranks(2, save_where_one_rank_fails, ds_config, tmp_path, failing, fault)
+    failed, other = messages[failing], messages[1 - failing]
     start = "ds_compress: checkpoint second is not complete: "
-    file = f"{tmp_path}/second/ds_compress_pp0{full}"
+    file = f"{tmp_path}/second/ds_compress_pp0{failing}"
     assert re.fullmatch(rf"{start}{file}\S+ cannot be written: .*too large.*", failed)
-    assert other == f"{start}rank {full} could not write its part"
+    assert other == f"{start}rank {failing} could not write its part"
     assert (tmp_path / "latest").read_text() == "first"
     assert not list(tmp_path.rglob("*.part"))
 
