@@ -27,6 +27,7 @@ from ds_compress.codec import (
 )
 from ds_compress.codecs import bounds
 from ds_compress.codecs.mixins import Selects, VariableSizePayload
+from ds_compress.codecs.shapes import clear_rows, matrix_shape, pack_rows, row_bits, zero_rows
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.topk.selection import Selection
@@ -98,12 +99,30 @@ class Sparse(Codec, Selects):
         """Return the shape, dtype and device of the selected values."""
         return _row(self.kept(spec), spec.dtype, spec.device)
 
+    def _marked_rows(self, shape: tuple[int, ...]) -> int:
+        """Return the rows of a message that have a bit each: whether all their values are 0."""
+        rows = matrix_shape(shape)[0]
+        return 0 if self.keeps_zeros or rows < 2 else rows
+
+    def _values_layout(self, spec: TensorSpec) -> Layout:
+        return self.values.layout(self._values_spec(spec)) + row_bits(self._marked_rows(spec.shape))
+
+    def _encode_values(self, x: Tensor, values: Tensor, ctx: Context, out: Parts | None) -> Parts:
+        """Encode the selected `values` of `x`."""
+        if not self._marked_rows(x.shape):
+            return self.values.encode_into(values, ctx, out)
+        parts = self.values.encode_into(values, ctx, out and out[:-1])
+        return (*parts, pack_rows(zero_rows(x), out[-1] if out else None))
+
     def _scatter(
         self, parts: tuple[Tensor, ...], selection: Selection, spec: TensorSpec, ctx: Context
     ) -> Tensor:
         """Decode the values and scatter them into a tensor of zeros."""
-        values = parts[0] if self._raw else self.values.decode(parts, self._values_spec(spec), ctx)
-        return selection.scatter(values, spec.shape)
+        marked = self._marked_rows(spec.shape)
+        own = parts[:-1] if marked else parts
+        values = own[0] if self._raw else self.values.decode(own, self._values_spec(spec), ctx)
+        x = selection.scatter(values, spec.shape)
+        return clear_rows(x, parts[-1]) if marked else x
 
     def error_bound(self, spec: TensorSpec) -> float:
         values = self.values.error_bound(self._values_spec(spec))
@@ -143,7 +162,7 @@ class RandomK(Sparse):
     over x.
     """
 
-    examples = ({"values": "bf16"},)
+    examples = ({"values": "bf16"}, {"values": {"name": "quantize", "bits": 4, "group_size": 128}})
 
     class Options(SparseOptions):
         rows: Literal["sample", "tensor"] = "sample"
@@ -154,11 +173,11 @@ class RandomK(Sparse):
         return rows * count_kept(length, self.options.density)
 
     def layout(self, spec: TensorSpec) -> Layout:
-        return self.values.layout(self._values_spec(spec))
+        return self._values_layout(spec)
 
     def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
         ctx.selection = self._draw(TensorSpec.of(x), ctx)
-        return self.values.encode_into(gather(x, ctx.selection), ctx, out)
+        return self._encode_values(x, gather(x, ctx.selection), ctx, out)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         ctx.selection = self._draw(spec, ctx)

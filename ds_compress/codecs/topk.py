@@ -106,7 +106,7 @@ class TopK(Sparse, ReusesForwardIndices):
         return self._plan(spec.shape).kept
 
     def layout(self, spec: TensorSpec) -> Layout:
-        values = self.values.layout(self._values_spec(spec))
+        values = self._values_layout(spec)
         if self.options.indices == "reuse":
             return values
         plan = self._plan(spec.shape)
@@ -114,14 +114,14 @@ class TopK(Sparse, ReusesForwardIndices):
 
     def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
         if self.options.indices == "reuse":
-            return self.values.encode_into(gather(x, self._reused(TensorSpec.of(x), ctx)), ctx, out)
+            return self._encode_values(x, gather(x, self._reused(TensorSpec.of(x), ctx)), ctx, out)
         plan, place = self._plan(x.shape), out[-1] if out and self._raw else None
         ctx.selection = selection = self._select(x.contiguous(), plan, place)
         values = selection.take(x)
         indices: Parts = plan.coder.encode(selection, out and out[: plan.parts])
         if out and values is place:
             return out  # as it came: the channel has nothing left to copy
-        return indices + self.values.encode_into(values, ctx, out and out[plan.parts :])
+        return indices + self._encode_values(x, values, ctx, out and out[plan.parts :])
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         if self.options.indices == "reuse":

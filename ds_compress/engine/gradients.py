@@ -271,7 +271,10 @@ class GradientTraffic(RuntimePart):
             return False
         for group, flat, new in flat_groups(optimizer):
             ends = itertools.accumulate((parameter.numel() for parameter in group), initial=0)
-            ranges = [Range(at, p.numel(), self._numbers.get(id(p))) for at, p in zip(ends, group)]
+            ranges = [
+                Range(at, p.numel(), self._numbers.get(id(p)), p.shape[1:].numel())
+                for at, p in zip(ends, group)
+            ]
             self._parameters.gather(flat, new, ranges, engine.global_steps)
         return True
 

@@ -10,8 +10,10 @@ replicas send in one order, whichever gradients a replica lacks. A replica may w
 its backward pass, so nothing else in that pass may make the other one wait for this one.
 """
 
+import logging
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +22,8 @@ from torch.utils.hooks import RemovableHandle
 from ds_compress.errors import CompressionError
 from ds_compress.replicas.exchange import Exchange
 from ds_compress.replicas.slices import Gradient
+
+log = logging.getLogger("ds_compress")
 
 
 class EarlyBuckets:
@@ -42,14 +46,14 @@ class EarlyBuckets:
         self._exchange = exchange
         self._take = take
         self._buckets = list[dict[int, Tensor]]()
-        self._hooks = list[RemovableHandle]()
+        self._hooks = dict[int, RemovableHandle]()  # by parameter
         self._passes = 0  # backward passes of the step; 0: nothing is sent
         self._ended = 0  # those that are over
         self._factor, self._step = 1.0, 0
         self._counts = dict[int, int]()  # gradients of the step, by parameter
         self._sent = set[int]()  # parameters whose gradients are averages now
         self._is_known = False  # whether a step has shown that a pass computes each gradient at once
-        self._repeats = False  # whether it does not: then nothing is sent early
+        self._repeats = False  # whether it does not, or a later hook sees it: then nothing is sent early
         self.started = 0
         """Buckets of this step whose exchange has started."""
         left = 0
@@ -64,22 +68,32 @@ class EarlyBuckets:
     def begin_step(self, passes: int, factor: float, step: int) -> None:
         """Prepare a step of so many backward passes; 0: nothing is sent in it. Others: see `Exchange`."""
         self._passes, self._factor, self._step = passes, factor, step
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
         # behind all other hooks of a parameter, which may change its gradient
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._count, number))
+        self._hooks = {
+            number: parameter.register_post_accumulate_grad_hook(partial(self._count, number))
             for bucket in self._buckets
             for number, parameter in bucket.items()
             if parameter.requires_grad
-        ]
+        }
         self._counts.clear()
         self._ended, self._sent = 0, set()
         self.started = 0
 
-    def _count(self, number: int, _: Tensor) -> None:
+    def _count(self, number: int, parameter: Any) -> None:
         if not self._passes:
             return
+        if (
+            not self._repeats
+            and next(reversed(parameter._post_accumulate_grad_hooks)) != self._hooks[number].id
+        ):
+            self._repeats = True
+            log.warning(
+                "ds_compress: gradients between replicas leave after the backward pass from now on: a hook "
+                "that was made within a step sees the gradient of parameter %d after ds_compress does",
+                number,
+            )
         self._counts[number] = self._counts.get(number, 0) + 1
         if self._counts[number] > self._passes:
             if number in self._sent:

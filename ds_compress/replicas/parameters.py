@@ -19,7 +19,7 @@ from ds_compress.codec import Codec, TensorSpec
 from ds_compress.message.layout import Counters
 from ds_compress.message.packet import ALIGNMENT
 from ds_compress.replicas.exchange import Replicas, cut, replica_failures
-from ds_compress.replicas.slices import AVERAGE, Slice, SliceCodec
+from ds_compress.replicas.slices import AVERAGE, RowSpan, Slice, SliceCodec
 
 
 class Range(NamedTuple):
@@ -28,6 +28,7 @@ class Range(NamedTuple):
     start: int
     numel: int
     parameter: int | None  # index among the parameters of the stage; None: it stays exact
+    width: int  # values of a row: an index of the first dimension
 
 
 class _Part(NamedTuple):
@@ -143,7 +144,8 @@ class ParameterExchange:
                         bucket[-1].append(_Part(start, numel, None, nbytes))
                         continue
                     spec = TensorSpec((numel,), torch.float32, flat.device)
-                    own = Slice(next(numbers), owner, spec)
+                    rows = RowSpan.of(each.width, start - each.start, numel)
+                    own = Slice(next(numbers), owner, spec, rows)
                     bucket[-1].append(_Part(start, numel, own, self._codec.layout(own).nbytes))
             buckets.append(bucket)
         return [bucket for bucket in buckets if any(bucket)]

@@ -441,7 +441,7 @@ def _newcomers(text: str) -> dict[str, Any]:
     return {
         each: given
         for each, given in (found.items() if isinstance(found, dict) else ())
-        if each.isdigit() and (given is None or _is_pair(given))
+        if each.isascii() and each.isdigit() and (given is None or _is_pair(given))
     }
 
 

@@ -12,8 +12,9 @@ number, and as many slots as its launch has ranks; slot s has the same part of t
 3. every slot moves its anchor by the mean of the members.
 
 A newcomer asks for an anchor. A replica that is between two exchanges, training or not, hands over the one
-that it has, in chunks, while it goes on; the newcomer then follows the rounds since. Nothing that makes
-progress is given up.
+that it has, in chunks, while it goes on; the newcomer then follows the rounds since. One that is so far
+behind that these are gone gives no signs of life, and a newcomer that sees none goes on with its own. Nothing
+that makes progress is given up.
 
 The digest of a position names the outcomes that led to an anchor, so two replicas with the same digest have
 the same anchor. The protocol of a lighthouse with a quorum is that of torchft (github.com/pytorch/torchft);
@@ -417,7 +418,13 @@ class Rounds:
                 for slot in range(self._slots):
                     self._board.end_shipment(int(name), slot)
         waiting = [name for name, given in newcomers.items() if given is None and int(name) != self.number]
-        if not waiting or self._board.head() != position:
+        if not waiting:
+            return
+        head, reached = self._board.head(), position
+        while reached.round < head.round and (outcome := self._board.outcome(reached.round)) is not None:
+            reached = reached.after(outcome)
+        if reached != head:  # nothing leads from here to the others: no newcomer needs signs of life
+            self._held = None
             return
         handed = self._launch.handed()
         handed = {each: number for each, number in handed.items() if number > position.round - KEPT_ROUNDS}
@@ -489,6 +496,9 @@ class Rounds:
         for number, chunk in enumerate(_chunks(anchor)):
             self._wait(functools.partial(self._has_chunk, number), f"part {number} of an anchor")
             content = self._board.take(self.number, self._slot, number)
+            if len(content) != chunk.numel():
+                expected = f"expected {chunk.numel()}"
+                raise CompressionError(f"part {number} of an anchor has {len(content)} bytes, {expected}")
             chunk.numpy()[:] = memoryview(content)
             self._board.say_taken(self.number, self._slot, number + 1)
         self._has_caught_up = True

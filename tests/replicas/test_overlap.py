@@ -173,12 +173,22 @@ def halve(parameter):
     parameter.grad.mul_(0.5)
 
 
-def steps_with_hooks(config):
+def steps_with_hooks(config, is_late):
+    """Three steps with hooks that are made before them, or within the second one."""
     engine = build(1, config, [LayerSpec(Block, WIDTH) for _ in range(4)])
-    for parameter in engine.module.parameters():
-        parameter.register_post_accumulate_grad_hook(halve)
+
+    def make_hooks(*_):
+        for parameter in engine.module.parameters():
+            parameter.register_post_accumulate_grad_hook(halve)
+
     dtype = next(engine.module.parameters()).dtype
     data, digests = batches(engine.grid.get_data_parallel_id(), dtype, (8, WIDTH)), []
+    if is_late:
+        engine.train_batch(data)
+        first = next(each for each in engine.module.modules() if isinstance(each, torch.nn.Linear))
+        within = first.register_forward_pre_hook(lambda *_: (within.remove(), make_hooks())[1])
+    else:
+        make_hooks()
     for _ in range(3):
         engine.train_batch(data)
         digests.append(digest(engine))
@@ -187,13 +197,15 @@ def steps_with_hooks(config):
     ] else 0
 
 
+@pytest.mark.parametrize("is_late", [False, True], ids=["before a step", "within a step"])
 @pytest.mark.parametrize("changes", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
-def test_gradients_leave_after_the_hooks_of_a_program(changes):
+def test_gradients_leave_after_the_hooks_of_a_program(changes, is_late):
     """Made after `initialize`: in bf16 they found no gradient and raised, in fp32 that of a parameter that
     completes a bucket was ignored."""
     found = []
     for overlap in (True, False):
         block = {"codec": {"name": "quantize", "bits": 4}, "bucket_mb": 1, "overlap": overlap}
-        found.append(run_ranks(2, steps_with_hooks, ds_config({"replicas": block}, replicas=2, **changes)))
+        config = ds_config({"replicas": block}, replicas=2, **changes)
+        found.append(run_ranks(2, steps_with_hooks, config, is_late))
     assert digests_of(found[0]) == digests_of(found[1])
     assert [started for _, started in found[0]] == [3, 3]

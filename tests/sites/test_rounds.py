@@ -18,7 +18,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.sites import rounds as rounds_module
 from ds_compress.sites.board import PREFIX, Position, members_of
 from ds_compress.sites.outer_step import Anchor, DeltaCodec, DeltaPart
-from ds_compress.sites.rounds import Rounds
+from ds_compress.sites.rounds import KEPT_ROUNDS, Rounds
 from ds_compress.sites.store import connect
 from tests.support.network import disturb, eventually, flood
 
@@ -112,7 +112,7 @@ def play_without_others(launches, learned):
     """A round of all launches that live; who was announced, and is dead, is waited for no longer."""
     futures = [launch.start(value) for launch, value in zip(launches, learned)]
     first, slots = launches[0].slots[0], [slot for launch in launches for slot in launch.slots]
-    numbers, number = {launch.number for launch in launches}, launches[0].position.round
+    numbers, number = {launch.number for launch in launches}, first._board.head().round
     eventually(lambda: numbers <= set(first._board.came(number)))
     before = [slot._options for slot in slots]
     for slot in slots:
@@ -312,6 +312,39 @@ def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(rounds_module, "time", clock)
     return clock
+
+
+def test_one_that_is_behind_hands_over_and_the_newcomer_follows(store):
+    """The one that had gone on was dead, and newcomers waited for ever, 360 s at a time."""
+    behind, dead = Launch(store), Launch(store)
+    play([behind, dead], [0.1, 0.1])
+    for _ in range(2):
+        play_without_others([dead], [0.1])
+    newcomer = Launch(store, digest="another")
+    newcomer.wait_for_anchor()
+    newcomer.take_anchor(behind)
+    assert newcomer.position == behind.position and dead.position.round == 3
+    play_without_others([behind, newcomer], [0.1, 0.1])
+    assert_alike([behind, newcomer])
+    assert newcomer.position.round == 4
+
+
+def test_one_that_is_too_far_behind_keeps_no_newcomer_waiting(store, request):
+    """Its signs of life did, although nothing led from its anchor to that of the others, who were dead."""
+    behind, dead = Launch(store), Launch(store)
+    play([behind, dead], [0.1, 0.1])
+    for _ in range(KEPT_ROUNDS + 2):
+        play_without_others([dead], [0.1])
+    clock = request.getfixturevalue("clock")
+    newcomer = Launch(store, digest="another")
+    newcomer.wait_for_anchor()
+    began = clock.now
+    while not all(future.done() for future in newcomer.waits):
+        clock.now += 5.0
+        behind.slots[0].idle()
+        newcomer.slots[0].ended.wait(0.01)
+    assert {future.result() for future in newcomer.waits} == {(None, Position(KEPT_ROUNDS + 3, "own"))}
+    assert clock.now - began < 360
 
 
 def test_a_newcomer_to_which_nobody_hands_an_anchor_gives_up(store, clock):
