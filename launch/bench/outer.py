@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -61,6 +62,9 @@ DEFAULT_SETTINGS = list(SETTINGS)[:5]
 ARCHITECTURES = ("gpt", "llama")
 KINDS = {"from scratch": (2400, 4e-3), "fine-tuned": (1200, 1e-3)}
 """Steps, and the largest learning rate."""
+MUON_LR = 0.005
+"""The largest learning rate of matrices under Muon. With its default, .02, the Llama ended 1.4 % higher after
+2,400 steps of an all-reduce, and 5.9 % higher after rounds."""
 
 
 def block_of(setting: str) -> dict[str, Any]:
@@ -89,17 +93,31 @@ def share_of_lr(step: int, steps: int) -> float:
     return min((step + 1) / WARMUP, 0.5 + 0.5 * math.cos(math.pi * step / steps))
 
 
+def new_optimizer(model: nn.Sequential, inner: str, lr: float) -> torch.optim.Optimizer:
+    """Return AdamW; or DeepSpeed's Muon for the matrices of the blocks, with its Adam for all else."""
+    if inner == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=lr)
+    matrices = {p for layer in model[1:-1] for p in layer.parameters() if p.ndim == 2}
+    others = [p for p in model.parameters() if p not in matrices]
+    groups = [
+        {"params": [*matrices], "use_muon": True, "lr": MUON_LR},
+        {"params": others, "use_muon": False, "lr": lr, "weight_decay": 0.01},
+    ]
+    return MuonWithAuxAdam(groups)
+
+
 def train(
-    model: nn.Module, text: Tensor, seed: int, block: dict[str, Any], steps: int, lr: float
+    model: nn.Module, text: Tensor, seed: int, block: dict[str, Any], steps: int, lr: float, inner: str
 ) -> tuple[list[nn.Module], Any]:
     """Train replicas of `model`, or one model if `block` is empty; return them, and what a replica sent."""
     config = {"ds_compress": block}
     models = [copy.deepcopy(model) for _ in range(REPLICAS if block else 1)]
     exact = None if block else SimulatedReplicas(models[0], config, REPLICAS)
     rounds = SimulatedRounds(models, config) if block else None
+    optimizers = [new_optimizer(each, inner, lr) for each in models]
+    rates = [group["lr"] for group in optimizers[0].param_groups]
     if "recipe" in block:
         models = [simulate(each, config, CUTS, replica=number) for number, each in enumerate(models)]
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=lr) for each in models]
     data = [batches(text, MICRO_BATCH, SEQ, seed, replica) for replica in range(REPLICAS)]
     for step in range(steps):
         for replica, own in enumerate(data):
@@ -110,7 +128,8 @@ def train(
         if exact:
             exact.average()
         for each, optimizer in zip(models, optimizers):
-            optimizer.param_groups[0]["lr"] = lr * share_of_lr(step, steps)
+            for group, rate in zip(optimizer.param_groups, rates):
+                group["lr"] = rate * share_of_lr(step, steps)
             nn.utils.clip_grad_norm_(each.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -128,16 +147,16 @@ def average(models: list[nn.Module]) -> nn.Module:
 
 
 @functools.lru_cache
-def pretrained(architecture: str, seed: int, data: str | None, times: int) -> nn.Module:
+def pretrained(architecture: str, seed: int, data: str | None, times: int, inner: str) -> nn.Module:
     """Train from random weights with an all-reduce each step."""
     text, _ = load_text(data)
     model = new_model(architecture, seed)
     steps, lr = KINDS["from scratch"]
-    return train(model, text[: len(text) // 2], seed, {}, times * steps, lr)[0][0]
+    return train(model, text[: len(text) // 2], seed, {}, times * steps, lr, inner)[0][0]
 
 
 def run(
-    architecture: str, kind: str, setting: str, seed: int, data: str | None, times: int
+    architecture: str, kind: str, setting: str, seed: int, data: str | None, times: int, inner: str
 ) -> dict[str, Any]:
     """Train and evaluate; return a row."""
     text, held_out = load_text(data)
@@ -146,15 +165,17 @@ def run(
     is_tuned, half = kind == "fine-tuned", len(text) // 2
     started = time.perf_counter()
     if not is_tuned and not block:
-        models, sent = [pretrained(architecture, seed, data, times)], None
+        models, sent = [pretrained(architecture, seed, data, times, inner)], None
     else:
-        model = pretrained(architecture, seed, data, times) if is_tuned else new_model(architecture, seed)
+        model = new_model(architecture, seed)
+        if is_tuned:
+            model = pretrained(architecture, seed, data, times, inner)
         part = text[half:] if is_tuned else text[:half]
-        models, sent = train(model, part, seed + 1000 * is_tuned, block, steps, lr)
+        models, sent = train(model, part, seed + 1000 * is_tuned, block, steps, lr, inner)
     parameters = sum(p.numel() for p in models[0].parameters())
     raw = 4 * parameters * steps * 2 * (REPLICAS - 1) // REPLICAS  # of an fp32 all-reduce each step
     return {
-        "task": f"{architecture}, {kind}",
+        "task": name_of_task(architecture, kind, inner),
         "setting": setting,
         "seed": seed,
         "text": name_of(data),
@@ -170,6 +191,10 @@ def run(
         "loss": held_out_loss(average(models), held_out),
         "seconds": round(time.perf_counter() - started, 1),
     }
+
+
+def name_of_task(architecture: str, kind: str, inner: str) -> str:
+    return f"{architecture}, {kind}" + (", Muon" if inner == "muon" else "")
 
 
 def name_of(data: str | None) -> str:
@@ -205,6 +230,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--times", type=int, default=1, help="how many times as many steps")
     parser.add_argument("--architecture", default="gpt", choices=ARCHITECTURES)
+    parser.add_argument("--inner", default="adamw", choices=("adamw", "muon"), help="optimizer of a step")
     parser.add_argument("--results", type=Path, default=Path("results/outer.jsonl"))
     parser.add_argument("--data", help="text file or folder (default: Python's standard library)")
     parser.add_argument("--table", action="store_true", help="print the means instead of training")
@@ -217,11 +243,11 @@ def main() -> None:
     for seed in args.seeds if not args.table else ():
         for kind in args.kinds:
             for setting in args.settings:
-                task = f"{args.architecture}, {kind}"
+                task = name_of_task(args.architecture, kind, args.inner)
                 steps = args.times * KINDS[kind][0]
                 if (f"{task}, {name_of(args.data)}, {steps} steps", setting, seed) in known:
                     continue
-                row = run(args.architecture, kind, setting, seed, args.data, args.times)
+                row = run(args.architecture, kind, setting, seed, args.data, args.times, args.inner)
                 print(json.dumps({key: row[key] for key in ("task", "setting", "seed", "loss", "seconds")}))
                 rows.append(row)
                 with args.results.open("a") as file:
