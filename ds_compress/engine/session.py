@@ -215,7 +215,7 @@ class Session:
         config.adopted = adopted
         if not config.adopt(other):
             return False
-        wire_extra_links(stage, stages)
+        wire_extra_links(stage, self.engine)
         stage.adopt()
         for part in self.parts:
             part.follow()

@@ -4,11 +4,13 @@ import itertools
 from typing import Any
 
 import torch
+from torch import distributed as dist
 
-from ds_compress.config import DIRECTIONS, Config
+from ds_compress.config import DIRECTIONS
 from ds_compress.engine.intercept import ShapeLinks
 from ds_compress.engine.stage import Instruction, Stage
 from ds_compress.message.channel import Channel
+from ds_compress.runtime.stage_profile import all_gather
 from ds_compress.transport.p2p import (
     EagerReceiver,
     EagerSender,
@@ -16,6 +18,7 @@ from ds_compress.transport.p2p import (
     Receiver,
     Sender,
     channel_groups,
+    connection_groups,
 )
 from ds_compress.transport.staging import receives_hold_device
 from ds_compress.transport.streams import CodecStream, codec_stream_for
@@ -38,9 +41,7 @@ def wire(stage: Stage, engine: Any, depth: int) -> None:
     shapes = [f"forward{SHAPES}"] if engine.dynamic_shape and not receives_hold_device(engine.device) else []
     cuts, groups = engine.num_stages - 1, {}
     if eager:
-        connections = _connections(config, engine.device)
-        groups = channel_groups(cuts, [*DIRECTIONS, *extra], seconds, connections)
-        groups |= channel_groups(cuts, shapes, seconds)
+        groups = channel_groups(cuts, [*DIRECTIONS, *extra, *shapes], seconds)
     stage.groups = list(itertools.chain(*groups.values()))
     stage.extra_groups = set(with_extra)
 
@@ -68,19 +69,22 @@ def wire(stage: Stage, engine: Any, depth: int) -> None:
         for instruction, channel, kind in ((receives, come, receiver), (sends, go, sender)):
             links = link(kind, channel, neighbour), link(kind, channel, neighbour, EXTRA)
             stage.connect(instruction, channel, links, codec_stream)
+    given = config.block.link.connections
+    set_connections(stage, engine, 1 if given == "auto" else given)
 
 
-def wire_extra_links(stage: Stage, stages: int) -> None:
+def wire_extra_links(stage: Stage, engine: Any) -> None:
     """Give extra packets groups of their own where codecs send them that did not when the stage was wired;
-    every rank of the job calls it. `stages`: of the pipeline.
+    every rank of the job calls it.
     """
     config = stage.config
-    if config.block.link.mode != "eager" or not stage.ends:  # of one stage there are none
+    if config.block.link.mode != "eager":
         return
     missing = [d for d in DIRECTIONS if config.in_force.has_extra_payload(d) and d not in stage.extra_groups]
+    if not missing or not stage.ends:  # of one stage there are none
+        return
     uses = [f"{direction}{EXTRA}" for direction in missing]
-    connections = _connections(config, stage.ends[0].link.device)
-    groups = channel_groups(stages - 1, uses, config.block.link.timeout_s, connections)
+    groups = channel_groups(engine.num_stages - 1, uses, config.block.link.timeout_s)
     stage.groups += itertools.chain(*groups.values())
     stage.extra_groups.update(missing)
     for end in stage.ends:
@@ -88,8 +92,40 @@ def wire_extra_links(stage: Stage, stages: int) -> None:
         if channel.direction in missing:
             own = groups[channel.boundary.number % 2, f"{channel.direction}{EXTRA}"]
             end.extra_link = type(link)(link.peer, link.device, own, link.timeout, link.depth)
+    set_connections(stage, engine, len(stage.ends[0].link.groups))
 
 
-def _connections(config: Config, device: torch.device) -> int:
-    """Return over how many connections a channel sends; over NCCL, one: it opens its own."""
-    return 1 if receives_hold_device(device) else config.block.link.connections
+def set_connections(stage: Stage, engine: Any, number: int) -> None:
+    """Let channels send over `number` connections from the next packet on; every rank of the job calls it,
+    with no packet in flight. Over NCCL, which opens its own, and over DeepSpeed's group it stays one.
+    """
+    if stage.config.block.link.mode != "eager" or receives_hold_device(engine.device):
+        return
+    links: dict[str, dict[int, Sender | Receiver]] = {}
+    for end in stage.ends:
+        direction, parity = end.channel.direction, end.channel.boundary.number % 2
+        links.setdefault(direction, {})[parity] = end.link
+        if direction in stage.extra_groups:
+            links.setdefault(f"{direction}{EXTRA}", {})[parity] = end.extra_link
+    for use in sorted(links):  # in the same order on every rank
+        there = len(next(iter(links[use].values())).groups)
+        added: dict[int, list[Any]] = {}
+        if number > there:
+            added = connection_groups(
+                _neighbours(stage, engine), number - there, stage.config.block.link.timeout_s
+            )
+        for parity, link in links[use].items():
+            for unused in link.groups[number:]:
+                stage.groups.remove(unused)
+                dist.destroy_process_group(unused)
+            link.groups = [*link.groups[:number], *added.get(parity, ())]
+            stage.groups += added.get(parity, ())
+
+
+def _neighbours(stage: Stage, engine: Any) -> list[tuple[int, int, int]]:
+    """Return (boundary, rank before it, rank after it) of all boundaries of the job, gathered from all ranks,
+    as grids differ."""
+    after = engine.grid.stage_to_global(engine.next_stage) if stage.after else -1
+    mine = torch.tensor([engine.stage_id, engine.global_rank, after], dtype=torch.int64, device=engine.device)
+    found = [tuple(row.tolist()) for row in all_gather(mine)]
+    return [(number, rank, after) for number, rank, after in found if after >= 0]

@@ -113,7 +113,8 @@ class Endpoint:
     """Global rank of the other end."""
     device: torch.device
     groups: Sequence[Any] = (None,)
-    """Process groups, one for each connection, see `channel_groups`; None is the default one."""
+    """Process groups, one for each connection (`channel_groups`, `connection_groups`); None is the default
+    one."""
     timeout: PeerTimeout = PeerTimeout()
     depth: int = 1
     """Depth of the schedule that an eager end supports."""
@@ -285,13 +286,10 @@ def is_connection_lost(error: BaseException | None) -> bool:
 
 
 def channel_groups(
-    boundaries: int,
-    uses: Sequence[str] = ("forward", "backward"),
-    seconds: float = 1800.0,
-    connections: int = 1,
+    boundaries: int, uses: Sequence[str] = ("forward", "backward"), seconds: float = 1800.0
 ) -> dict[tuple[int, str], tuple[Any, ...]]:
-    """Create process groups, all of every rank, by (boundary % 2, use): each of the `uses` has some for the
-    even and some for the odd boundaries, one for each of the `connections` of a channel.
+    """Create process groups, all of every rank, by (boundary % 2, use): each of the `uses` has one for the
+    even and one for the odd boundaries. It is the first connection of a channel.
 
     A stage has one even and one odd boundary, and a use has one direction, so a rank has at most one channel
     in a group. NCCL may run all work of a group in order, so no channel waits for another one's packets. All
@@ -300,10 +298,32 @@ def channel_groups(
     Args:
         boundaries: of the pipeline. Every rank of the job passes the same.
         seconds: after which NCCL gives up a transfer.
-        connections: over which a channel sends the parts of a large packet (`transport/parts.py`).
     """
     return {
-        (parity, use): tuple(dist.new_group(timeout=timedelta(seconds=seconds)) for _ in range(connections))
+        (parity, use): (dist.new_group(timeout=timedelta(seconds=seconds)),)
         for use in uses
         for parity in range(min(boundaries, 2))
     }
+
+
+def connection_groups(
+    pairs: Sequence[tuple[int, int, int]], number: int, seconds: float
+) -> dict[int, list[Any]]:
+    """Create `number` process groups of the two ranks of each of the `pairs`: further connections of a use of
+    `channel_groups`. Return those of this rank, by boundary % 2.
+
+    gloo connects every two ranks of a group, so a group of every rank would take a socket for each rank of
+    the job. All ranks name all pairs, as torch counts groups, but only the two of a pair wait for each other.
+    (`use_local_synchronization` names a group by how many its ranks have; stages have different numbers.)
+
+    Args:
+        pairs: (boundary, rank, other rank), of all pipelines of the job. Every rank passes the same.
+        seconds: after which a transfer is given up.
+    """
+    rank, limit = dist.get_rank(), timedelta(seconds=seconds)
+    groups: dict[int, list[Any]] = {}
+    for boundary, *ranks in sorted(pairs, key=lambda pair: pair[0] % 2):
+        made = [dist.new_group(ranks, timeout=limit) for _ in range(number)]
+        if rank in ranks:
+            groups[boundary % 2] = made
+    return groups

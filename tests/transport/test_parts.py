@@ -18,7 +18,13 @@ from torch import distributed as dist
 
 from ds_compress.engine import attach, wiring
 from ds_compress.transport import parts
-from ds_compress.transport.p2p import EagerReceiver, EagerSender, PeerTimeout, channel_groups
+from ds_compress.transport.p2p import (
+    EagerReceiver,
+    EagerSender,
+    PeerTimeout,
+    channel_groups,
+    connection_groups,
+)
 from tests.support.network import eventually
 from tests.support.pipeline import batches, build, ds_config, same_weights
 from tests.support.pipeline_kinds import KINDS, train_all
@@ -94,7 +100,7 @@ def messages(count, depth, staged):
     """Rank 0 sends packets of many sizes, their parts in any order; rank 1 returns those that came wrong."""
     if staged:
         install(staged=True)
-    groups, rank = channel_groups(1, connections=CONNECTIONS)[0, "forward"], dist.get_rank()
+    groups, rank = connection_groups([(0, 0, 1)], CONNECTIONS, seconds=600)[0], dist.get_rank()
     sizes = [random.Random(n // 10).choice(SIZES) for n in range(count)]  # ten of a size, then another
     content = torch.arange(max(SIZES), dtype=torch.int64)
     wrong = []
@@ -241,6 +247,28 @@ def differing(connections):
 def test_two_sides_that_disagree_are_refused():
     said = "ds_compress.link.connections: rank 0 has 1, rank 1 has 4; use the same on all nodes"
     assert run_ranks(2, differing, (1, 4)) == [said, said]
+
+
+def sockets_of_a_run(stages, replicas, connections):
+    """How many sockets are open in the end, ends of channels, and losses; extra packets come later."""
+    engine = build(stages, ds_config({"link": {"connections": connections}}, replicas=replicas))
+    data = batches(engine.grid.get_data_parallel_id())
+    losses = [engine.train_batch(data).item()]
+    engine.ds_compress.reconfigure({str(number): LOSSLESS for number in range(stages - 1)})
+    losses += [engine.train_batch(data).item() for _ in range(2)]
+    assert engine.ds_compress.watchdog._is_connected.wait(60)
+    dist.barrier()
+    return len(sockets()), len(engine.ds_compress.stage.ends), losses
+
+
+@pytest.mark.parametrize("stages, replicas", [(3, 2), (4, 1)])
+def test_a_connection_takes_one_socket_in_jobs_of_any_size(stages, replicas, monkeypatch):
+    """Each was a group of every rank: a socket for each of them."""
+    monkeypatch.setattr(parts, "WHOLE", 64)
+    ranks = stages * replicas
+    one, several = (run_ranks(ranks, sockets_of_a_run, stages, replicas, n) for n in (1, CONNECTIONS))
+    for (few, ends, losses), (many, _, same) in zip(one, several):
+        assert losses == same and many - few == 2 * ends * (CONNECTIONS - 1)  # extra packets have as many
 
 
 def over_nccl():
