@@ -171,7 +171,7 @@ def check(block: Block) -> None:
         )
     if link.connections != 1 and link.mode == "blocking":
         raise CompressionError(
-            f"{KEY}.link.connections: {link.connections} is not allowed with mode 'blocking', which sends "
+            f"{KEY}.link.connections: {link.connections!r} is not allowed with mode 'blocking', which sends "
             "over DeepSpeed's process group; use mode 'eager'"
         )
 

@@ -94,7 +94,7 @@ def attach(engine: Any, block: object) -> None:
         else:
             config.leave_uncompressed("a pipeline of one stage sends no messages; use two or more")
         connections = config.block.link.connections
-        if connections > 1 and receives_hold_device(engine.device):
+        if connections != 1 and receives_hold_device(engine.device):
             config.notes[
                 f"{KEY}.link.connections: {connections} has no effect over NCCL, which opens connections of "
                 "its own (NCCL_SOCKET_NTHREADS, NCCL_NSOCKS_PERTHREAD)"

@@ -270,6 +270,8 @@ class MessagePath:
             return self.own_link or "blocking"
         connections = max((len(end.link.groups) for end in self.stage.ends), default=1)  # none of one stage
         several = f", {connections} connections" if connections > 1 else ""
+        if self.engine.dynamic_shape and self.config.block.link.connections == "auto":
+            several = ", connections auto, 1 because of dynamic_shape"
         if self.engine.dynamic_shape and not self.stage.shape_links:
             return f"eager{depth}{several}, activations in DeepSpeed's order because of dynamic_shape"
         order = "" if self.lookahead.left else ", but every message in the order of the schedule"

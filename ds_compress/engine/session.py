@@ -25,12 +25,13 @@ from ds_compress.engine.gradients import connect_replicas
 from ds_compress.engine.handshake import Notes, SharedWarning
 from ds_compress.engine.intercept import PointToPoint
 from ds_compress.engine.message_path import MessagePath
-from ds_compress.engine.wiring import wire_extra_links
+from ds_compress.engine.wiring import set_connections, wire_extra_links
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Mode, evaluated
 from ds_compress.message.part import Change, RuntimePart, Step
 from ds_compress.monitor.monitor import Monitor
 from ds_compress.runtime.auto import AutoController
+from ds_compress.runtime.connections import ConnectionsController
 from ds_compress.runtime.depth import DepthController
 from ds_compress.runtime.guard import Guard
 from ds_compress.runtime.policy import BoundaryLadders, PolicyController, ReplicaLadders
@@ -110,8 +111,9 @@ class Session:
         if self.gradients is not None and config.replica_ladder:
             between = ReplicaLadders(config, [self.gradients.exchange], engine.num_stages)
             self.replica_policy = PolicyController("replica_policy", config.replica_policy, between, *shared)
+        connections = ConnectionsController(config.block.link, set_connections)
         found = self.gradients, self.replica_check, self.monitor, self.guard, self.depth, self.policy
-        parts = (*found, self.replica_policy, outer)
+        parts = (*found, self.replica_policy, outer, connections)
         self.parts: list[RuntimePart] = [part for part in parts if part is not None]
         """In the order in which their hooks are called."""
         written = {name: config.settings[name] for name in WRITTEN}

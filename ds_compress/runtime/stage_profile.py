@@ -8,7 +8,7 @@ import socket
 import statistics
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,8 @@ from ds_compress.message.part import Engine, StageView
 from ds_compress.planning.depth import MemoryBudget
 from ds_compress.planning.step_time import LinkSpeed, MessageCost, Workload
 from ds_compress.runtime.memory_use import allocatable_bytes, in_use
-from ds_compress.transport.probe import probe
+from ds_compress.transport.p2p import Receiver, Sender
+from ds_compress.transport.probe import LinkMeasurement, probe
 
 COLUMNS = (
     "stage",
@@ -140,17 +141,26 @@ class StageProfiler:
         return found | self._links()
 
     def _links(self) -> Row:
-        """Probe the links to the neighbours: first those of even boundaries, then the others."""
-        stage, found = self._stage, {}
-        sending = {e.channel.boundary.number: e.link for e in stage.ends if isinstance(e, SendingEnd)}
-        receiving = {e.channel.boundary.number: e.link for e in stage.ends if isinstance(e, ReceivingEnd)}
-        for number in sorted(sending, key=lambda number: number % 2):
-            is_after = stage.after is not None and number == stage.after.number
-            measured = probe(sending[number], receiving[number], first=is_after)
+        """Probe the links to the neighbours."""
+        found = {}
+        for is_after, measured in probe_links(self._stage, probe):
             found["from after" if is_after else "from before"] = measured.incoming
             if is_after:
                 found["latency"] = measured.latency
         return found
+
+
+def probe_links(
+    stage: StageView, probe: Callable[[Sender, Receiver, bool], LinkMeasurement]
+) -> Iterator[tuple[bool, LinkMeasurement]]:
+    """Probe the links to the neighbours, first those of even boundaries, then the others; yield of each
+    whether it is the link to the next stage, and its measurement. Every rank must call it.
+    """
+    sending = {e.channel.boundary.number: e.link for e in stage.ends if isinstance(e, SendingEnd)}
+    receiving = {e.channel.boundary.number: e.link for e in stage.ends if isinstance(e, ReceivingEnd)}
+    for number in sorted(sending, key=lambda number: number % 2):
+        is_after = stage.after is not None and number == stage.after.number
+        yield is_after, probe(sending[number], receiving[number], is_after)
 
 
 def gather(row: Row, device: torch.device) -> list[Row]:

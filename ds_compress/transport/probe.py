@@ -11,7 +11,7 @@ a slow link.
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ from ds_compress.transport.p2p import (
     Sender,
     channel_groups,
 )
+from ds_compress.transport.parts import WHOLE
 
 PINGS = 5
 PING_BYTES = 64
@@ -37,6 +38,8 @@ SECONDS = 0.05
 """The shortest round that counts."""
 ROUND_TRIPS = 10
 """Pings in the shortest round that counts: the one that it waits for lowers the result by a tenth at most."""
+NEAR = 2e-3
+"""Seconds of a round trip in which a TCP connection recovers from a lost packet at little cost."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,19 @@ class LinkMeasurement:
     """Seconds one way, half of the shortest round trip."""
 
 
-def probe(sender: Sender, receiver: Receiver, first: bool) -> LinkMeasurement:
+def probe(
+    sender: Sender,
+    receiver: Receiver,
+    first: bool,
+    rate: Callable[[Sender, Receiver, float], float] | None = None,
+) -> LinkMeasurement:
     """Measure the link to a neighbour; both sides call it between two batches.
 
     Args:
         sender: the end of a channel to the neighbour.
         receiver: the end of a channel from the neighbour.
         first: True on one of the two sides, which asks first.
+        rate: measures bytes per second, from the ends and the round trip; None: by a stream of packets.
     """
     depth = sender.depth
     for end in (sender, receiver):
@@ -64,7 +73,7 @@ def probe(sender: Sender, receiver: Receiver, first: bool) -> LinkMeasurement:
     for asks in (first, not first):
         if asks:
             ping = min(_round(sender, receiver, 0) for _ in range(1 + PINGS))  # the first one may connect
-            latency, incoming = ping / 2, _incoming(sender, receiver, ping)
+            latency, incoming = ping / 2, (rate or _incoming)(sender, receiver, ping)
             _ask(sender, -1)
             sender.drain()
         else:
@@ -100,6 +109,25 @@ def probe_neighbours(
     return found
 
 
+def message_rate(sender: Sender, receiver: Receiver, ping: float) -> float:
+    """Measure the bytes per second of a message long enough to show what lost packets cost; `ping` is the
+    round trip in seconds. Infinite if that is short.
+
+    Messages double from the smallest that is sent in parts, so a slow link takes little time: TCP loses a
+    packet sooner the more it sends, and one connection has about 1.2 / sqrt(share lost) packets in flight
+    (Mathis et al., 1997).
+    """
+    if ping < NEAR:
+        return math.inf
+    enough, nbytes = max(0.5, 2 * ping), WHOLE
+    receiver.set_depth(1)  # it keeps memory for all that may be posted
+    while (seconds := _round(sender, receiver, 1, nbytes)) < enough and nbytes < MOST * PACKET_BYTES // 4:
+        nbytes *= 2
+    if seconds < 2 * enough:  # an interruption is not a slow link
+        seconds = min(seconds, _round(sender, receiver, 1, nbytes))
+    return nbytes / seconds
+
+
 def _incoming(sender: Sender, receiver: Receiver, ping: float) -> float:
     """Measure the bandwidth from the other side in bytes per second; `ping` is the round trip in seconds."""
     enough = max(SECONDS, ROUND_TRIPS * ping)
@@ -112,12 +140,12 @@ def _incoming(sender: Sender, receiver: Receiver, ping: float) -> float:
         count *= 2
 
 
-def _round(sender: Sender, receiver: Receiver, count: int) -> float:
+def _round(sender: Sender, receiver: Receiver, count: int, nbytes: int = PACKET_BYTES) -> float:
     """Measure the seconds from the request for `count` packets until the last is there; 0: a ping."""
-    nbytes, packets = (PACKET_BYTES, count) if count else (PING_BYTES, 1)
+    nbytes, packets = (nbytes, count) if count else (PING_BYTES, 1)
     receiver.expect(nbytes, packets)
     started = time.perf_counter()
-    _ask(sender, count)
+    _ask(sender, count, nbytes)
     for _ in range(packets):
         receiver.receive(nbytes)
         if receiver.device.type != "cpu":
@@ -125,15 +153,15 @@ def _round(sender: Sender, receiver: Receiver, count: int) -> float:
     return time.perf_counter() - started
 
 
-def _ask(sender: Sender, count: int) -> None:
+def _ask(sender: Sender, count: int, nbytes: int = PING_BYTES) -> None:
     packet = sender.memory(PING_BYTES)
-    packet.memory.view(torch.int64).fill_(count)
+    packet.memory.view(torch.int64).fill_(nbytes)[0] = count
     sender.send(packet)
 
 
 def _answer(sender: Sender, receiver: Receiver) -> None:
     """Send as many packets as the other side requests, until it requests a negative number."""
-    while (count := int(receiver.receive(PING_BYTES).memory.view(torch.int64)[0])) >= 0:
-        for _ in range(count or 1):
-            sender.send(sender.memory(PACKET_BYTES if count else PING_BYTES))
+    while (request := receiver.receive(PING_BYTES).memory.view(torch.int64).tolist())[0] >= 0:
+        for _ in range(request[0] or 1):
+            sender.send(sender.memory(request[1]))
         sender.drain()

@@ -4,7 +4,7 @@ bench-net`.
 Needs root.
 
     python launch/bench/net.py [--recipes none quantize4 ...] [--slowdowns 2.5 5 | --mbit 50 100]
-                               [--depths 1 2 3 auto] [--connections 1 4] [--latencies 0 20 80]
+                               [--depths 1 2 3 auto] [--connections 1 4 auto] [--latencies 0 20 80]
                                [--loss 0 0.1 1] [--jitter 5] [--stages 2 | 4] [--steps 8] [--rounds 1]
                                [--out FOLDER]
     python launch/bench/net.py --replicas [--dtypes fp32 bf16] [--slowdowns 2.5 5] [--steps 8] [--out FOLDER]
@@ -19,7 +19,8 @@ recipe and depth, the round with the median step, plot.png the same as bars:
     latency_ms                  of the link, there and back; 0: whatever the machine has
     loss, jitter_ms             of the link: packets lost of every 100; most that a packet is later
     depth                       link.depth; depth_ran: the same, or what "auto" has chosen
-    connections                 link.connections; DeepSpeed alone has 1
+    connections                 link.connections; DeepSpeed alone has 1; connections_ran: the same, or what
+                                "auto" has chosen
     share_of_free_link          step of DeepSpeed alone on the unshaped link / step_s
     step_s                      median over the steps, the first ones left out
     step_over_stock_unshaped    step_s / that of DeepSpeed alone on the unshaped link
@@ -119,7 +120,7 @@ class Bench:
         run: dict[str, Any],
         workload: Workload,
         depth: int | str = 1,
-        connections: int = 1,
+        connections: int | str = 1,
     ) -> None:
         """Add the row of `run`; on every link the rows of DeepSpeed alone come first."""
         if not self.rows:
@@ -127,7 +128,7 @@ class Bench:
         unshaped = self.rows[0]["step_s"] if self.rows else run["step_s"]
         here = wire.name, wire.rtt_ms, wire.loss
         same = next((row["step_s"] for row in self.rows if link_of(row) == here), run["step_s"])
-        ran = depth if isinstance(depth, int) else chosen_depth(run["log"])
+        ran = depth if isinstance(depth, int) else logged(run["log"], "depth")
         chosen, predicted = chosen_setting(run["log"])
         if predicted is None:
             predicted = predict(workload, self.plan(recipe, ran), self.networks(wire)).step
@@ -142,6 +143,7 @@ class Bench:
             "depth": depth,
             "depth_ran": ran,
             "connections": connections,
+            "connections_ran": logged(run["log"], "connections") if connections == "auto" else connections,
             "step_s": run["step_s"],
             "step_over_stock_unshaped": run["step_s"] / unshaped,
             "share_of_free_link": unshaped / run["step_s"],
@@ -165,10 +167,10 @@ class Bench:
         recipes: Sequence[str],
         depths: Sequence[int | str],
         workload: Workload,
-        connections: Sequence[int] = (1,),
+        connections: Sequence[int | str] = (1,),
     ) -> None:
         """Measure DeepSpeed alone and all recipes on a link, and write the rows at once."""
-        settings: list[tuple[str, int | str, int]] = [(BASELINE, 1, 1)]
+        settings: list[tuple[str, int | str, int | str]] = [(BASELINE, 1, 1)]
         settings += [(name, at, n) for name in recipes for at in of_depths(name, depths) for n in connections]
         rounds = [
             [self.runs.train(recipe, wire, at, connections=n) for recipe, at, n in settings]
@@ -208,9 +210,9 @@ class Bench:
         return tuple(between if b == middle else LinkSpeed() for b in range(self.runs.stages - 1))
 
 
-def chosen_depth(log: list[str]) -> int:
-    """Read the depth that a run with depth "auto" logged."""
-    return next((int(found[1]) for line in log if (found := re.search(r"link depth (\d+)", line))), 1)
+def logged(log: list[str], option: str) -> int:
+    """Read what a run with "auto" for an option of the link has chosen."""
+    return next((int(found[1]) for line in log if (found := re.search(rf"link {option} (\d+)", line))), 1)
 
 
 def chosen_setting(log: list[str]) -> tuple[str | None, float | None]:
@@ -223,8 +225,8 @@ def chosen_setting(log: list[str]) -> tuple[str | None, float | None]:
     return name, float(milliseconds) / 1e3
 
 
-def depth(word: str) -> int | str:
-    """Parse a value of `--depths`."""
+def number(word: str) -> int | str:
+    """Parse a value of `--depths` or `--connections`."""
     return word if word == "auto" else int(word)
 
 
@@ -256,7 +258,7 @@ def main() -> None:
     parser.add_argument(
         "--depths",
         nargs="+",
-        type=depth,
+        type=number,
         default=[1, "auto"],
         metavar="DEPTH",
         help="of the links of recipes that are not blocking: numbers, or auto (default: 1 and auto)",
@@ -287,10 +289,10 @@ def main() -> None:
     parser.add_argument(
         "--connections",
         nargs="+",
-        type=int,
+        type=number,
         default=[1],
         metavar="N",
-        help="link.connections of recipes on slow links (default: 1)",
+        help="link.connections of recipes on slow links: numbers, or auto (default: 1)",
     )
     parser.add_argument("--rounds", type=int, default=1, help="of each link (default: 1)")
     parser.add_argument(

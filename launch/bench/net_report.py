@@ -45,7 +45,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{row['loss']:g}",
             f"{row['recipe']}: {row['chosen']}" if row["chosen"] else row["recipe"],
             str(row["depth"]) if row["depth"] == row["depth_ran"] else f"{row['depth']}: {row['depth_ran']}",
-            str(row["connections"]),
+            str(row["connections"]) if row["connections"] != "auto" else f"auto: {row['connections_ran']}",
             f"{row['step_s']:.3f}",
             f"{row['step_over_stock_unshaped']:.3f}",
             f"{row['step_over_stock_same_link']:.3f}",

@@ -67,11 +67,11 @@ def of_depths(recipe: str, depths: Sequence[int | str]) -> Sequence[int | str]:
     return [1] if block.get("link", {}).get("mode") == "blocking" else depths
 
 
-def settings(recipe: str, depth: int | str, connections: int = 1) -> dict[str, Any]:
+def settings(recipe: str, depth: int | str, connections: int | str = 1) -> dict[str, Any]:
     """Return the "ds_compress" block of a recipe at a depth, with so many connections."""
     block = RECIPES[recipe]
     link = {**block.get("link", {}), "depth": depth}
-    return {**block, "link": {**link, "connections": connections} if connections > 1 else link}
+    return {**block, "link": {**link, "connections": connections} if connections != 1 else link}
 
 
 class Runs:
@@ -90,14 +90,14 @@ class Runs:
         wire: Wire,
         depth: int | str = 1,
         through: Sequence[str] = (),
-        connections: int = 1,
+        connections: int | str = 1,
     ) -> dict[str, Any]:
         """Step time, losses, bytes a step that left each host, and the output of one run, by a program that
         takes the training script and its arguments."""
         place = f"{wire.name.replace(' ', '').replace('/s', '').lower()}-{wire.rtt_ms:g}ms"
         if wire.loss or wire.jitter_ms:
             place += f"-loss-{wire.loss:g}-jitter-{wire.jitter_ms:g}ms"
-        if connections > 1:
+        if connections != 1:
             place += f"-connections-{connections}"
         folder = self.out / f"{recipe}-depth-{depth}-{place}"
         shutil.rmtree(folder, ignore_errors=True)  # the CSV monitor appends to what it finds

@@ -63,10 +63,12 @@ BAD = [
     ("link.depth", True, ": True is not allowed", "integer"),
     ("link.connections", 0, ": 0", "greater than or equal to 1"),
     ("link.connections", 17, ": 17", "less than or equal to 16"),
-    ("link.connections", "x", ": 'x'", "integer"),
+    ("link.connections", "x", ": 'x'", "allowed: 'auto'"),
+    ("link.connections", "auot", ": 'auot' is not allowed", "did you mean 'auto'"),
     ("link.connections", 2.5, ": 2.5", "integer"),
     ("link.connections", True, ": True", "integer"),
     ("link", {"connections": 2, "mode": "blocking"}, ".connections: 2 is not allowed with mode", "use mode"),
+    ("link", {"connections": "auto", "mode": "blocking"}, ".connections: 'auto' is not allowed", "use mode"),
     ("link.checksum", 1, ": 1", "valid boolean"),
     ("checkpoint", {"state": "int8"}, ".state: unknown key", "allowed: codec"),
     # words of earlier releases are refused with the new one: none is misread, none is guessed at

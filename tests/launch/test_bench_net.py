@@ -1,5 +1,6 @@
 """`launch/bench/net.py` hands the link and its connections on to the runs, and shows them."""
 
+from launch.bench.net import logged
 from launch.bench.net_report import link_of, show
 from launch.bench.net_runs import Wire, run, settings
 
@@ -12,6 +13,8 @@ def test_the_link_reaches_two_hosts(tmp_path):
 
 def test_connections_are_part_of_the_block():
     assert settings("safe", 2, 4) == {"recipe": "safe", "link": {"depth": 2, "connections": 4}}
+    assert settings("safe", 2, "auto")["link"] == {"depth": 2, "connections": "auto"}
+    assert logged(["ds_compress: link connections 16 chosen: slowest"], "connections") == 16
     assert settings("safe", 2) == {"recipe": "safe", "link": {"depth": 2}}
 
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.support.faults import FAULTS, HARMLESS, run
+from tests.support.faults import FAULTS, HARMLESS, WHILE_PROBED, run
 
 SILENT = r"rank {at} (did not answer within|was not heard of for) 3 s"
 GONE = r"rank {at} is gone|Connection (closed|reset) by peer"
@@ -20,6 +20,8 @@ SAYS = {
     "body": MOMENT + "its checksum is another",
     "header": MOMENT + "its step is",
     "mismatch": r"ds_compress.seed: rank 0 has \d+, rank \d has \d+; use the same on all nodes",
+    "kill-probe": r"boundary \d, (forward|backward): rank {at} is gone: ",
+    "stop-probe": SILENT,
     "kill-reduce": GONE,
     "stop-reduce": SILENT,
     "cut-reduce": r"was not heard of for 3 s",
@@ -60,8 +62,17 @@ def test_living_ranks_stop(fault, at, mode, depth):
     """Once those that stood in a collective of DeepSpeed stood there for its 30 minutes."""
     if not FAULTS[fault].possible:
         pytest.skip("two hosts cannot be made here")
-    endings = run(fault, at, mode, depth)
-    living = [ending for rank, ending in enumerate(endings) if rank != at or not FAULTS[fault].silent]
+    check(fault, at, run(fault, at, mode, depth), FAULTS[fault].silent)
+
+
+@pytest.mark.parametrize("fault, at", [("kill-probe", 1), ("stop-probe", 2)])
+@pytest.mark.extended(keep=1)
+def test_living_ranks_stop_while_connections_are_probed(fault, at):
+    check(fault, at, run(fault, at, "eager"), WHILE_PROBED[fault].silent)
+
+
+def check(fault, at, endings, is_silent):
+    living = [ending for rank, ending in enumerate(endings) if rank != at or not is_silent]
     assert all(ending.seconds < math.inf for ending in living), living
     assert all(ending.code == 1 for ending in living), living
     assert all(len(ending.messages) == 1 and not ending.chained for ending in living), living

@@ -16,6 +16,7 @@ from pathlib import Path
 import deepspeed
 import torch
 
+from ds_compress.runtime import connections
 from launch.ports import reserved_port
 from tests.support.interpreters import TRAINING, interpreter
 from tests.support.network import ADDRESSES, WIRE, Hosts, reason_for_none, two_hosts
@@ -144,7 +145,9 @@ def run_rank():
     engine = build(args.stages, ds_config(block, replicas=replicas), specs)
     what, _, where = args.fault.partition("-")
     action = {**ACTIONS, "cut": cut}.get(what)
-    if here and action and where:
+    if here and where == "probe":
+        connections.message_rate = lambda *_: happens(action)()
+    elif here and action and where:
         before(engine, PLACES[where], happens(action))
     elif here and action:
         in_forward(engine, happens(action))
@@ -212,6 +215,10 @@ FAULTS = {
     "cut-loss": Fault("link cut for good in the broadcast of the loss", hosts=True),
 }
 
+WHILE_PROBED = {  # over an eager link
+    "kill-probe": Fault("SIGKILL while connections are probed", silent=True),
+    "stop-probe": Fault("SIGSTOP while connections are probed", silent=True),
+}
 HARMLESS = {"early": Fault("it has ended, others are not through with their last step")}
 
 
@@ -227,9 +234,11 @@ class Ending:
 
 def run(name: str, at: int, mode: str, depth: int = 1) -> list[Ending]:
     """Let fault `name` happen on rank `at` of a pipeline with link `mode`; how all ranks ended."""
-    fault = (FAULTS | HARMLESS)[name]
+    fault = (FAULTS | WHILE_PROBED | HARMLESS)[name]
     seconds = TIMEOUT if name.startswith(("stop", "cut", "early")) else GRACE
     block = {**BLOCK, "link": {"timeout_s": seconds, "checksum": True, "mode": mode, "depth": depth}}
+    if name in WHILE_PROBED:
+        block["link"]["connections"] = "auto"
     if name.endswith("exchange"):
         block["replicas"] = {"codec": "bf16"}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:

@@ -17,6 +17,7 @@ import torch
 from torch import distributed as dist
 
 from ds_compress.engine import attach, wiring
+from ds_compress.runtime import connections
 from ds_compress.transport import parts
 from ds_compress.transport.p2p import (
     EagerReceiver,
@@ -271,16 +272,19 @@ def test_a_connection_takes_one_socket_in_jobs_of_any_size(stages, replicas, mon
         assert losses == same and many - few == 2 * ends * (CONNECTIONS - 1)  # extra packets have as many
 
 
-def over_nccl():
-    attach.receives_hold_device = lambda device: True
-    wiring.receives_hold_device = attach.receives_hold_device
-    engine = build(2, ds_config(SEVERAL))
+def over_nccl(block):
+    for module in (attach, wiring, connections):
+        module.receives_hold_device = lambda device: True
+    engine = build(2, ds_config(block))
+    engine.ds_compress.begin_step()
     return list(engine.ds_compress.config.notes), {
         len(end.link.groups) for end in engine.ds_compress.stage.ends
     }
 
 
-def test_over_nccl_it_is_ignored_with_one_line():
-    for notes, groups in run_ranks(2, over_nccl):
-        assert [note for note in notes if "link.connections: 3 has no effect over NCCL" in note] == notes
+@pytest.mark.parametrize("connections", [CONNECTIONS, "auto"])
+def test_over_nccl_it_is_ignored_with_one_line(connections):
+    said = f"link.connections: {connections} has no effect over NCCL"
+    for notes, groups in run_ranks(2, over_nccl, {"link": {"connections": connections}}):
+        assert [note for note in notes if said in note] == notes and notes
         assert groups == {1}

@@ -13,7 +13,7 @@ from torch import distributed as dist
 from ds_compress.transport import probe as module
 from ds_compress.transport.p2p import EagerReceiver, EagerSender, PeerTimeout, channel_groups
 from ds_compress.transport.packet import Packet
-from ds_compress.transport.probe import PACKET_BYTES, PING_BYTES, probe, probe_neighbours
+from ds_compress.transport.probe import PACKET_BYTES, PING_BYTES, message_rate, probe, probe_neighbours
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -48,11 +48,10 @@ class SimulatedLink:
         return self._memory.setdefault(nbytes, Packet(torch.zeros(nbytes, dtype=torch.uint8)))
 
     def send(self, packet):
-        count = int(packet.memory.view(torch.int64)[0])
+        count, nbytes = packet.memory.view(torch.int64)[:2].tolist()
         if count < 0:
             return
         leaves = max(self.now + self._latency, self._free_at)
-        nbytes = PACKET_BYTES if count > 0 else PING_BYTES
         for _ in range(max(count, 1)):
             through = min(self._burst, nbytes)
             self._burst -= through
@@ -119,6 +118,47 @@ def test_a_burst_allowance_is_not_what_a_link_carries(monkeypatch, packets):
     assert (
         measured(monkeypatch, SimulatedLink(rate, 1e-4, packets * PACKET_BYTES)).incoming <= 1.000001 * rate
     )
+
+
+class LossyLink(SimulatedLink):
+    """A connection has no more than a window of bytes in flight, once it has sent so many bytes."""
+
+    def __init__(self, rate, latency, window, after):
+        super().__init__(rate, latency)
+        self._lossy = min(rate, window / (2 * latency))
+        self._after = after
+
+    def send(self, packet):
+        super().send(packet)
+        self._after -= sum(nbytes for _, nbytes in self._arrivals)
+        self._rate = self._lossy if self._after < 0 else self._rate
+
+
+def message_measured(monkeypatch, link):
+    """Bytes per second, and the seconds that both sides take, one after the other."""
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=link.perf_counter))
+    found = probe(link, link, True, message_rate)
+    return found.incoming, 2 * link.now
+
+
+@pytest.mark.parametrize("latency", [0.0015, 0.04, 0.3])
+@pytest.mark.parametrize("mbit", [0.2, 2, 200, 10_000])
+def test_a_message_over_a_slow_link_takes_little_time(monkeypatch, mbit, latency):
+    """Packets of 1 MiB take 42 s at 0.2 Mbit/s, each, and the stream has three rounds or more."""
+    rate = mbit * 1e6 / 8
+    found, seconds = message_measured(monkeypatch, SimulatedLink(rate, latency))
+    assert 0.5 * rate <= found <= rate or mbit == 10_000
+    assert seconds < (8 if latency < 0.1 else 25)
+
+
+def test_a_message_is_long_enough_to_show_lost_packets(monkeypatch):
+    """One of 2,000 is lost: the first 3 MB arrive as fast as the link is."""
+    found, seconds = message_measured(monkeypatch, LossyLink(25e6, 0.04, 80e3, after=3e6))
+    assert found == pytest.approx(1e6, rel=0.1) and seconds < 60
+
+
+def test_a_near_link_is_not_measured(monkeypatch):
+    assert message_measured(monkeypatch, SimulatedLink(1e9, 0.0005)) == (math.inf, pytest.approx(0.012, 0.1))
 
 
 RATE = 20 * PACKET_BYTES

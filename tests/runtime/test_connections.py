@@ -1,0 +1,208 @@
+"""`"connections": "auto"`: chosen from what the links give, alike on all ranks; results stay as they are."""
+
+import math
+import time
+
+import pytest
+import torch
+
+from ds_compress.runtime import connections, stage_profile
+from ds_compress.runtime.connections import choose, format_choice, may_lose, slowest_row
+from ds_compress.transport import parts, probe
+from ds_compress.transport.probe import LinkMeasurement
+from tests.support.pipeline import batches, build, ds_config, printed_lines, same_weights, weights
+from tests.support.pipeline_kinds import KINDS
+from tests.support.ranks import run_ranks
+
+FAR, CLOSE_BY = 0.08, 0.0002
+AUTO = {"link": {"connections": "auto"}}
+LOSSLESS = {direction: {"codec": "lossless"} for direction in ("forward", "backward")}
+
+
+def rows(trip, *rates):
+    """Of the slowest link, by number of connections; `rates` in MB/s."""
+    return {n: {"rate": 1e6 * rate, "round trip": trip} for n, rate in zip((1, 4, 16), rates)}
+
+
+@pytest.mark.parametrize(
+    "rates, chosen",
+    [((1,), 1), ((25, 25.5), 1), ((25, 27.7), 1), ((25, 28), 4), ((1, 4, 4.3), 4), ((1, 4, 15), 16)],
+)
+def test_the_smallest_number_within_a_tenth_of_the_best(rates, chosen):
+    assert choose(rows(FAR, *rates)) == chosen
+
+
+def test_the_slowest_link_counts_and_near_links_never_do():
+    near = {"rate": math.inf, "round trip": CLOSE_BY}
+    nearer = {"rate": math.inf, "round trip": CLOSE_BY / 2}
+    far = rows(FAR, 1)[1]
+    assert slowest_row([near, far, nearer]) is far and slowest_row([nearer, near]) is near
+    assert not may_lose(near) and may_lose(far)
+
+
+def test_a_link_with_little_in_flight_is_slow_by_itself():
+    """0.2 Mbit/s at 80 ms: 2 KB in flight, of which more than one packet in ten would have to be lost."""
+    slow = rows(FAR, 0.024)
+    assert not may_lose(slow[1]) and may_lose(rows(0.6, 0.04)[1])
+    assert format_choice(slow) == (
+        "ds_compress: link connections 1 chosen: slowest link, Mbit/s: 0.192 with 1; 80 ms there and back: "
+        "the link is the limit, not lost packets"
+    )
+
+
+def test_what_each_number_gave_is_reported():
+    assert format_choice(rows(FAR, 1, 4, 4.2)) == (
+        "ds_compress: link connections 4 chosen: slowest link, Mbit/s: 8 with 1, 32 with 4, 33.6 with 16; "
+        "80 ms there and back"
+    )
+    assert format_choice({1: {"rate": math.inf, "round trip": CLOSE_BY}}) == (
+        "ds_compress: link connections 1 chosen: links take at most 0.2 ms there and back; lost packets cost "
+        "little below 2 ms"
+    )
+
+
+def simulate_loss(best):
+    """Let links give more with more connections, up to `best` of them; return the numbers probed."""
+    probed = []
+
+    def probe_link(sender, receiver, first, rate=None):
+        probed.append(len(sender.groups))
+        assert len(receiver.groups) == probed[-1]
+        return LinkMeasurement(1e6 * min(best, probed[-1]), FAR / 2)
+
+    connections.probe = stage_profile.probe = probe_link
+    return probed
+
+
+def in_use(engine):
+    """The connections of all links of this rank, and its groups beside those of every rank."""
+    stage, of_all = engine.ds_compress.stage, 2 * min(engine.num_stages - 1, 2)
+    return {len(end.link.groups) for end in stage.ends}, len(stage.groups) - of_all
+
+
+def trained(stages, block, best, folder=None, steps=4):
+    """Losses, weights, connections and numbers probed, and lines; evaluate first, and load in the end."""
+    probed, parts.WHOLE = simulate_loss(best), 64
+    with printed_lines("connections ") as lines:
+        replicas = torch.distributed.get_world_size() // stages
+        engine = build(stages, ds_config(block, replicas=replicas))
+        data = batches(engine.grid.get_data_parallel_id())
+        evaluated = engine.eval_batch(batches(5)).item()
+        losses = [engine.train_batch(data).item() for _ in range(steps)]
+        found, seen, own, link = (
+            in_use(engine),
+            list(probed),
+            weights(engine),
+            engine.ds_compress.monitor.link,
+        )
+        if folder:
+            engine.save_checkpoint(folder)
+            simulate_loss(1)
+            engine.load_checkpoint(folder)
+            engine.train_batch(data)
+            assert in_use(engine)[0] == {1}, "it is chosen anew"
+    return [evaluated, *losses], own, found, seen, lines, link
+
+
+@pytest.mark.parametrize("stages, ranks, best, chosen", [(2, 4, 4.2, 4), (3, 3, 5, 16)])
+def test_ranks_choose_alike_and_none_equals_stock(stages, ranks, best, chosen, tmp_path):
+    stock = run_ranks(ranks, trained_by_deepspeed, stages)
+    ours = run_ranks(ranks, trained, stages, AUTO, best, str(tmp_path))
+    for (losses, own), (same, found, (numbers, more), probed, _, link) in zip(stock, ours):
+        boundaries = len(probed) // 3
+        assert losses == same and same_weights(own, found)
+        assert probed == [number for number in (1, 4, 16) for _ in range(boundaries)]
+        assert numbers == {chosen} and more == 2 * boundaries * (chosen - 1)
+        assert f", {chosen} connections" in link
+    assert f"link connections {chosen} chosen: slowest link, Mbit/s: 8 with 1, 32 with 4" in ours[0][4][0]
+    assert not any(lines for *_, lines, _ in ours[1:])
+
+
+def test_extra_links_that_come_later_have_as_many():
+    for _, _, numbers in run_ranks(3, extended):
+        assert numbers == [{4}, {4}, {1}]
+
+
+def extended():
+    """Connections of all links: with extra packets from the second step on, and after another choice."""
+    simulate_loss(4.2)
+    parts.WHOLE = 64
+    engine, data = build(3, ds_config(AUTO)), batches()
+    found, losses = [], []
+    for step in range(4):
+        losses.append(engine.train_batch(data).item())
+        session = engine.ds_compress
+        if step == 0:
+            found.append({len(end.link.groups) for end in session.stage.ends})
+            session.reconfigure(dict.fromkeys("01", LOSSLESS))
+        if step == 2:
+            ends = session.stage.ends
+            found.append({len(link.groups) for end in ends for link in (end.link, end.extra_link)})
+            simulate_loss(1)
+            session.resume(session.state(), {})
+    found.append({len(link.groups) for end in session.stage.ends for link in (end.link, end.extra_link)})
+    return losses[0], losses[-1], found
+
+
+def test_depth_auto_is_measured_over_the_number_chosen():
+    block = {"link": {"connections": "auto", "depth": "auto", "memory_gb": 1}}
+    for *_, (numbers, _), probed, _, link in run_ranks(2, on_two, block):
+        assert probed == [1, 4, 16, 4] and numbers == {4} and ", depth auto" in link
+
+
+def on_two(block):
+    return trained(2, block, 4.2)
+
+
+def test_dynamic_shapes_stay_at_one():
+    for probed, line in run_ranks(3, dynamic):
+        assert not probed and "connections auto, 1 because of dynamic_shape" in line
+
+
+def dynamic():
+    kind, probed = KINDS["mixed-dynamic"], simulate_loss(16)
+    engine = build(3, ds_config(AUTO), kind.specs(), **kind.module)
+    engine.train_batch(kind.data(engine))
+    return probed, engine.ds_compress.monitor.link
+
+
+def near():
+    with printed_lines("connections ") as lines:
+        engine = build(2, ds_config(AUTO))
+        engine.train_batch(batches())
+    return in_use(engine), lines
+
+
+def test_links_of_one_machine_get_one(monkeypatch):
+    """Really probed; on a busy machine even they may seem far."""
+    monkeypatch.setattr(probe, "NEAR", 10.0)
+    (found, lines), (same, _) = run_ranks(2, near)
+    assert found == same == ({1}, 0) and "link connections 1 chosen: links take at most" in lines[0]
+
+
+def slow():
+    """Each rank sends 200 KB a second, at most, to its neighbour; all is probed, over real sockets."""
+    isend = parts.isend
+
+    def limited(packet, *args):
+        time.sleep(packet.numel() / 2e5)
+        return isend(packet, *args)
+
+    parts.isend = limited
+    started = time.monotonic()
+    return *near(), time.monotonic() - started
+
+
+def test_a_slow_link_without_loss_gets_one_in_time(monkeypatch):
+    """A stream of packets of 1 MiB would take more than a minute for each number."""
+    monkeypatch.setattr(probe, "NEAR", 0.0)
+    monkeypatch.setattr(connections, "WINDOW", 0.0)
+    for (found, more), _, seconds in run_ranks(2, slow):
+        assert found == {1} and more == 0 and seconds < 120
+
+
+def trained_by_deepspeed(stages):
+    engine = build(stages, ds_config(None, replicas=2 if stages == 2 else 1))
+    data = batches(engine.grid.get_data_parallel_id())
+    evaluated = engine.eval_batch(batches(5)).item()
+    return [evaluated, *(engine.train_batch(data).item() for _ in range(4))], weights(engine)
