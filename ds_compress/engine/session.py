@@ -111,9 +111,11 @@ class Session:
         if self.gradients is not None and config.replica_ladder:
             between = ReplicaLadders(config, [self.gradients.exchange], engine.num_stages)
             self.replica_policy = PolicyController("replica_policy", config.replica_policy, between, *shared)
-        connections = ConnectionsController(config.block.link, set_connections)
         found = self.gradients, self.replica_check, self.monitor, self.guard, self.depth, self.policy
-        parts = (*found, self.replica_policy, outer, connections)
+        self.connections = None
+        if config.block.link.connections == "auto":
+            self.connections = ConnectionsController(set_connections)
+        parts = (*found, self.replica_policy, outer, self.connections)
         self.parts: list[RuntimePart] = [part for part in parts if part is not None]
         """In the order in which their hooks are called."""
         written = {name: config.settings[name] for name in WRITTEN}

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from ds_compress.config.block import LinkOptions
 from ds_compress.message.part import RuntimePart, StageView, Step
 from ds_compress.runtime.stage_profile import Row, gather, probe_links
 from ds_compress.transport.p2p import EagerSender
@@ -28,17 +27,17 @@ WINDOW = 4 * 1448
 class ConnectionsController(RuntimePart):
     """Chooses the number of connections of one engine's channels."""
 
-    def __init__(self, link: LinkOptions, set_connections: Callable[[Any, Any, int], None]):
+    def __init__(self, set_connections: Callable[[Any, Any, int], None]):
         """
         Args:
             set_connections: lets the channels of a stage of an engine send over so many.
         """
         self._set = set_connections
-        self._is_auto = self._is_due = link.connections == "auto"
+        self._is_due = True
 
     def resume(self, step: Step, state: Mapping[str, Any], own: object) -> None:
         """Choose anew: links may have changed."""
-        self._is_due = self._is_auto
+        self._is_due = True
 
     def begin_step(self, step: Step) -> None:
         """Choose if it is due; no packet is in flight."""

@@ -29,7 +29,7 @@ EVERYTHING = {
     "min_numel": 0,
     "guard": {"every": 2},
     "monitor": {"every": 1},
-    "link": {"depth": "auto"},
+    "link": {"depth": "auto", "connections": "auto"},
 }
 
 
@@ -88,7 +88,7 @@ def test_one_attribute_and_parts_apart():
     for ours, classes, parts, found in run_ranks(2, looked_at, EVERYTHING):
         assert ours == [["ds_compress"]] * 3
         assert classes == ["CompressedPipelineEngine", "CompressedEngine"]
-        assert parts == ["depth", "guard", "monitor", "policy", "replica_check", "watchdog"]
+        assert parts == ["connections", "depth", "guard", "monitor", "policy", "replica_check", "watchdog"]
         assert found == set()
 
 
