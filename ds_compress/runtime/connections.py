@@ -14,13 +14,13 @@ from typing import Any
 from ds_compress.message.part import RuntimePart, StageView, Step
 from ds_compress.runtime.stage_profile import Row, gather, probe_links
 from ds_compress.transport.p2p import EagerSender
-from ds_compress.transport.probe import NEAR, message_rate, probe
+from ds_compress.transport.probe import NEAR, SEGMENT, message_rate, probe
 from ds_compress.transport.staging import receives_hold_device
 
 NUMBERS = (1, 4, 16)
 CLOSE = 0.9
 """Share of the best rate with which fewer connections are chosen."""
-WINDOW = 4 * 1448
+WINDOW = 4 * SEGMENT
 """Bytes in flight, four packets; more than 9 of 100 would have to be lost to keep one connection below."""
 
 

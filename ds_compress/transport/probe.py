@@ -40,6 +40,12 @@ ROUND_TRIPS = 10
 """Pings in the shortest round that counts: the one that it waits for lowers the result by a tenth at most."""
 NEAR = 2e-3
 """Seconds of a round trip in which a TCP connection recovers from a lost packet at little cost."""
+SEGMENT = 1448
+"""Bytes of a TCP packet."""
+LONG = 2.0
+"""Seconds of a message, at most about: what is slower is measured by the first one."""
+MOST_BYTES = 32 << 20
+"""Bytes of the longest message."""
 
 
 @dataclass(frozen=True)
@@ -113,17 +119,23 @@ def message_rate(sender: Sender, receiver: Receiver, ping: float) -> float:
     """Measure the bytes per second of a message long enough to show what lost packets cost; `ping` is the
     round trip in seconds. Infinite if that is short.
 
-    Messages double from the smallest that is sent in parts, so a slow link takes little time: TCP loses a
-    packet sooner the more it sends, and one connection has about 1.2 / sqrt(share lost) packets in flight
-    (Mathis et al., 1997).
+    TCP loses a packet sooner the more it sends, and fills a fast link in its first seconds all the same. So
+    messages double from the smallest that is sent in parts until as many packets were sent as there are to
+    one lost, if losses allow no higher rate (Mathis et al., 1997), or one took LONG. A slow link has few
+    packets in flight, and so takes little time.
     """
     if ping < NEAR:
         return math.inf
-    enough, nbytes = max(0.5, 2 * ping), WHOLE
     receiver.set_depth(1)  # it keeps memory for all that may be posted
-    while (seconds := _round(sender, receiver, 1, nbytes)) < enough and nbytes < MOST * PACKET_BYTES // 4:
+    nbytes = WHOLE
+    while True:
+        seconds = _round(sender, receiver, 1, nbytes)
+        in_flight = nbytes / seconds * ping / SEGMENT / len(receiver.groups)  # of one connection
+        shown = nbytes / SEGMENT / len(receiver.groups) >= (in_flight / 1.22) ** 2
+        if seconds >= max(LONG if not shown else LONG / 4, 2 * ping) or nbytes == MOST_BYTES:
+            break
         nbytes *= 2
-    if seconds < 2 * enough:  # an interruption is not a slow link
+    if seconds < LONG:  # an interruption is not a slow link
         seconds = min(seconds, _round(sender, receiver, 1, nbytes))
     return nbytes / seconds
 
