@@ -165,6 +165,7 @@ BOTH_DIRECTIONS: dict[str, Block] = {
     f"{forward}/{backward}": block(FORWARD[forward], BACKWARD[backward])
     for forward, backward in (
         ("entropy4-rank8", "dither3"),
+        ("entropy4-rank8", "dither2"),
         ("entropy3.3-rank8", "dither2"),
         ("entropy2.5-rank8", "dither1.5"),
         ("entropy4", "dither3"),

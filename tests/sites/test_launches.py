@@ -37,7 +37,12 @@ from tests.support.refusals import refusal
 from tests.support.replicas import SPECS, WIDE, digest, wide_layers
 
 CODEC = {"codec": {"name": "quantize", "bits": 4}, "feedback": "ef"}
-KINDS = {name: kind for name, kind in test_gradients.KINDS.items() if name != "bf16 zero 1"}
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.005}}}
+KINDS = {
+    **{name: kind for name, kind in test_gradients.KINDS.items() if name != "bf16 zero 1"},
+    "muon": MUON,
+    "muon zero 1": {**MUON, **test_gradients.ZERO_1},
+}
 
 
 @pytest.fixture
