@@ -124,7 +124,10 @@ def messages(count, depth, staged):
     return wrong
 
 
-@pytest.mark.parametrize("count, depth, staged", [(10_000, 1, False), (2_000, 4, False), (500, 1, True)])
+LONG = pytest.param(10_000, 1, False, marks=pytest.mark.extended)
+
+
+@pytest.mark.parametrize("count, depth, staged", [LONG, (2_000, 4, False), (500, 1, True)])
 def test_parts_that_arrive_in_any_order_are_put_together(count, depth, staged, monkeypatch):
     """In host memory, too, where the device's cannot be sent."""
     monkeypatch.setattr(parts, "WHOLE", 64)
