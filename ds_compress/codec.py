@@ -179,7 +179,8 @@ class Codec(Named, ABC):
     same is copied by the channel."""
     keeps_zeros: bool = False
     """Whether each 0 decodes to 0, whatever stands beside it. Otherwise only a row of zeros does: where
-    groups cross rows the payload has one bit a row, and between replicas the packet of a slice has."""
+    groups cross rows the payload has one bit a row, and between replicas the packet of a slice has.
+    `entropy`, `topk` and `randomk` have no such bits for images and for rows of a few values."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

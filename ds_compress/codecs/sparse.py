@@ -32,6 +32,9 @@ from ds_compress.errors import CompressionError
 from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.topk.selection import Selection
 
+NARROW = 32
+"""Values of a row for which a bit is a small part of a packet."""
+
 
 @lru_cache(maxsize=1024)  # successive messages have the same shape
 def count_kept(length: int, density: float) -> int:
@@ -100,9 +103,10 @@ class Sparse(Codec, Selects):
         return _row(self.kept(spec), spec.dtype, spec.device)
 
     def _marked_rows(self, shape: tuple[int, ...]) -> int:
-        """Return the rows of a message that have a bit each: whether all their values are 0."""
-        rows = matrix_shape(shape)[0]
-        return 0 if self.keeps_zeros or rows < 2 else rows
+        """Return the rows of a message that have a bit each: whether all their values are 0. Those of images,
+        and narrow ones, have none."""
+        rows, width = matrix_shape(shape)
+        return 0 if self.keeps_zeros or rows < 2 or width < NARROW or len(shape) > 3 else rows
 
     def _values_layout(self, spec: TensorSpec) -> Layout:
         return self.values.layout(self._values_spec(spec)) + row_bits(self._marked_rows(spec.shape))

@@ -67,9 +67,9 @@ class LinkOptions(Options):
     one over each: for links that lose packets, on which one connection is slow. On others it may cost some
     percent. Packets and results are the same. "auto": before the first step, and after a checkpoint was
     loaded, links are probed with 1, 4 and 16, as long as more are faster; the job uses the smallest number
-    with which its slowest link has nearly the best rate: 1 if no packets are lost. It needs the eager link;
-    over NCCL, which opens connections of its own, and under DualPipeV it has no effect, nor has "auto" with
-    dynamic shapes."""
+    with which its slowest link has nearly the best rate: 1 where neither lost packets nor socket buffers
+    limit one. It needs the eager link; over NCCL, which opens connections of its own, and under DualPipeV it
+    has no effect, nor has "auto" with dynamic shapes."""
     memory_gb: float | None = Field(default=None, gt=0, le=1e6)
     """With depth "auto": GB (10^9 bytes) that activations and packets in flight may take on a stage. null: on
     a GPU, what is free after the first steps less a tenth of its memory; on a CPU, an equal share per rank of

@@ -132,6 +132,6 @@ EVIDENCE = {
     "quant4_8": Evidence("quant4_8", (2.1, 2.2)),
     "topk10": Evidence("topk10_bf16-reuse", (20.4, 30.8)),
 }
-"""By recipe. The largest costs are those of training from scratch for 1,200 steps, width 128; evaluated
-compressed, `safe` costs a fine-tuned Llama of width 64 most. The promise for training from scratch holds up
-to 1,200 steps: what other recipes cost there grows with the length."""
+"""By recipe. `safe`, `balanced` and `aggressive` cost most from scratch after 1,200 steps, at width 128; but
+evaluated compressed, `safe` costs a fine-tuned Llama of width 64 most. The promise for training from scratch
+holds up to 1,200 steps: what other recipes cost there grows with the length."""

@@ -53,7 +53,9 @@ class EarlyBuckets:
         self._counts = dict[int, int]()  # gradients of the step, by parameter
         self._sent = set[int]()  # parameters whose gradients are averages now
         self._is_known = False  # whether a step has shown that a pass computes each gradient at once
-        self._repeats = False  # whether it does not, or a later hook sees it: then nothing is sent early
+        self._repeats = False  # whether it does not: then nothing is sent early
+        self._is_seen_later = False  # whether a hook that was made within the step runs after ours
+        self._has_warned = False
         self.started = 0
         """Buckets of this step whose exchange has started."""
         left = 0
@@ -78,22 +80,21 @@ class EarlyBuckets:
             if parameter.requires_grad
         }
         self._counts.clear()
-        self._ended, self._sent = 0, set()
+        self._ended, self._sent, self._is_seen_later = 0, set(), False
         self.started = 0
 
     def _count(self, number: int, parameter: Any) -> None:
         if not self._passes:
             return
-        if (
-            not self._repeats
-            and next(reversed(parameter._post_accumulate_grad_hooks)) != self._hooks[number].id
-        ):
-            self._repeats = True
-            log.warning(
-                "ds_compress: gradients between replicas leave after the backward pass from now on: a hook "
-                "that was made within a step sees the gradient of parameter %d after ds_compress does",
-                number,
-            )
+        if next(reversed(parameter._post_accumulate_grad_hooks)) != self._hooks[number].id:
+            self._is_seen_later = True
+            if self._is_known and not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "ds_compress: gradients between replicas leave after the backward pass of a step in "
+                    "which a program makes hooks of gradients: parameter %d has one",
+                    number,
+                )
         self._counts[number] = self._counts.get(number, 0) + 1
         if self._counts[number] > self._passes:
             if number in self._sent:
@@ -102,7 +103,7 @@ class EarlyBuckets:
                     "been sent; set ds_compress.replicas.overlap to false"
                 )
             self._repeats = True
-        while self._is_known and not self._repeats and self._is_complete():
+        while self._is_known and not (self._repeats or self._is_seen_later) and self._is_complete():
             self._start(in_pass=True)
 
     def _is_complete(self) -> bool:

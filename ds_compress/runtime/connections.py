@@ -49,7 +49,10 @@ class ConnectionsController(RuntimePart):
         slowest: dict[int, Row] = {}
         for number in NUMBERS:
             self._set(stage, engine, number)
-            slowest[number] = slowest_row(gather(_probe(stage), engine.device))
+            row = slowest_row(gather(_probe(stage), engine.device))
+            if slowest and not math.isfinite(row["rate"]):  # the link is just as far as `NEAR`
+                break
+            slowest[number] = row
             if choose(slowest) < number or not may_lose(slowest[1]):
                 break
         self._set(stage, engine, choose(slowest))

@@ -118,6 +118,7 @@ class Rounds:
         self._held: tuple[Anchor, Position] | None = None  # for newcomers to take
         self._uploads: list[_Upload] = []
         self._handed = set[int]()  # newcomers whose upload has begun
+        self._behind_since: float | None = None  # since when a newcomer waits beside this replica
         self._kept_rounds = KEPT_ROUNDS
         self._has_caught_up = False
         self.number = -1
@@ -419,12 +420,21 @@ class Rounds:
                     self._board.end_shipment(int(name), slot)
         waiting = [name for name, given in newcomers.items() if given is None and int(name) != self.number]
         if not waiting:
+            self._behind_since = None
             return
         head, reached = self._board.head(), position
-        while reached.round < head.round and (outcome := self._board.outcome(reached.round)) is not None:
+        is_near = head.round - position.round < KEPT_ROUNDS  # else packets on the way may be gone
+        while is_near and reached.round < head.round:
+            if (outcome := self._board.outcome(reached.round)) is None:
+                break
             reached = reached.after(outcome)
         if reached != head:  # nothing leads from here to the others: no newcomer needs signs of life
             self._held = None
+            return
+        if head == position:
+            self._behind_since = None
+        elif (since := self._behind_since) is None or time.monotonic() - since < ABANDONED_S:
+            self._behind_since = since or time.monotonic()  # one at the head would have handed over by then
             return
         handed = self._launch.handed()
         handed = {each: number for each, number in handed.items() if number > position.round - KEPT_ROUNDS}

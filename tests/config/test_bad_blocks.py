@@ -137,6 +137,7 @@ BAD = [
         for first, start in (
             ("lossless", ": 'lossless' cannot send first visits"),
             ({"name": "lowrank", "rank": 2}, ": 'lowrank' cannot send first visits"),
+            ({"name": "entropy", "rank": 2}, ": 'entropy' cannot send first visits"),
             (topk(indices="reuse"), ": 'topk' cannot send first visits"),
             ("quantise", ": 'quantise' is not registered (did you mean 'quantize'"),
             (4, ": 4 is neither a name nor an object"),

@@ -314,8 +314,9 @@ def clock(monkeypatch):
     return clock
 
 
-def test_one_that_is_behind_hands_over_and_the_newcomer_follows(store):
+def test_one_that_is_behind_hands_over_and_the_newcomer_follows(store, monkeypatch):
     """The one that had gone on was dead, and newcomers waited for ever, 360 s at a time."""
+    monkeypatch.setattr(rounds_module, "ABANDONED_S", 0.3)
     behind, dead = Launch(store), Launch(store)
     play([behind, dead], [0.1, 0.1])
     for _ in range(2):
@@ -329,11 +330,12 @@ def test_one_that_is_behind_hands_over_and_the_newcomer_follows(store):
     assert newcomer.position.round == 4
 
 
-def test_one_that_is_too_far_behind_keeps_no_newcomer_waiting(store, request):
+@pytest.mark.parametrize("lag", [KEPT_ROUNDS, KEPT_ROUNDS + 2])
+def test_one_that_is_too_far_behind_keeps_no_newcomer_waiting(lag, store, request):
     """Its signs of life did, although nothing led from its anchor to that of the others, who were dead."""
     behind, dead = Launch(store), Launch(store)
     play([behind, dead], [0.1, 0.1])
-    for _ in range(KEPT_ROUNDS + 2):
+    for _ in range(lag):
         play_without_others([dead], [0.1])
     clock = request.getfixturevalue("clock")
     newcomer = Launch(store, digest="another")
@@ -343,7 +345,7 @@ def test_one_that_is_too_far_behind_keeps_no_newcomer_waiting(store, request):
         clock.now += 5.0
         behind.slots[0].idle()
         newcomer.slots[0].ended.wait(0.01)
-    assert {future.result() for future in newcomer.waits} == {(None, Position(KEPT_ROUNDS + 3, "own"))}
+    assert {future.result() for future in newcomer.waits} == {(None, Position(lag + 1, "own"))}
     assert clock.now - began < 360
 
 

@@ -28,7 +28,7 @@ def first_codec(choice: object) -> Codec:
     """
     codec = build(choice, "first_visit")
     follows = isinstance(codec, ReusesForwardIndices) and codec.forward_partner() is not None
-    if follows or isinstance(codec, (VariableSizePayload, Stateful)):
+    if follows or isinstance(codec, (VariableSizePayload, Stateful)) or not codec.decodes_alike:
         raise CompressionError(
             f"first_visit: {codec.name!r} cannot send first visits: buffers start from what it decodes to "
             "alone, the same on both sides; use e.g. 'quantize', or 'none' for dense rows"
