@@ -181,9 +181,9 @@ def recipes_table() -> str:
   Both: fine-tuned for 200 steps on WikiText-2, in four stages.
 - **Times fewer bytes**: than fp32. Of bf16 or fp16 messages lossy recipes save half as many times.
 - **Percent**: the rise of the held-out loss, evaluated without compression / with it, against an uncompressed
-  run of its seed; means over seeds. Of one seed, some tenths are noise. Empty: not measured.
+  run of its seed; means over seeds. Of one seed, some tenths are noise. A merged adapter has the first.
 - **Promised**: upper bound in fine-tuning, kept by these and four small models, one of them kept aside.
-  From scratch the cost grows with the length: `safe` at most 1 / 1 % up to 1,200 steps, others none."""
+  From scratch the cost grows with the length: `safe` 1 / 1 % up to 1,200 steps (means), others none."""
 
 
 def small_table() -> str:
@@ -204,6 +204,8 @@ def costs_of_recipes(presets: Sequence[str], kinds: Sequence[str]) -> list[list[
     for name, what in RECIPES.items():
         evidence = EVIDENCE.get(name)
         costs = costs_of(rows, evidence.row, presets) if evidence else []
+        if not costs:
+            continue
         promise = evidence.fine_tuned if evidence else None
         ratio = f"{statistics.fmean(each.ratio for each in costs):.1f}" if costs else ""
         promised = off_on(promise, "g") if promise else ""

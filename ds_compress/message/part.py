@@ -90,7 +90,8 @@ class Change(NamedTuple):
 class RuntimePart:
     """Watches training, and decides. Its methods do nothing; override what you need.
 
-    Every rank calls each of them alike. A part holds neither the engine nor the session.
+    Every rank calls each of them alike. A part holds neither the engine nor the session; but
+    `gradients` holds the engine.
     """
 
     key = ""
