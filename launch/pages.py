@@ -182,8 +182,8 @@ def recipes_table() -> str:
 - **Times fewer bytes**: than fp32. Of bf16 or fp16 messages lossy recipes save half as many times.
 - **Percent**: the rise of the held-out loss, evaluated without compression / with it, against an uncompressed
   run of its seed; means over seeds. Of one seed, some tenths are noise. A merged adapter has the first.
-- **Promised**: upper bound in fine-tuning, kept by these and four small models, one of them kept aside.
-  From scratch the cost grows with the length: `safe` 1 / 1 % up to 1,200 steps (means), others none."""
+- **Promised**: upper bound in 100 to 200 steps, kept by these and four small models, one of them kept aside.
+  From scratch (width 128) the cost grows with the length: `safe` 1 / 1 % up to 1,200 steps, others none."""
 
 
 def small_table() -> str:
@@ -203,11 +203,10 @@ def costs_of_recipes(presets: Sequence[str], kinds: Sequence[str]) -> list[list[
     rows, lines = all_rows(), []
     for name, what in RECIPES.items():
         evidence = EVIDENCE.get(name)
-        costs = costs_of(rows, evidence.row, presets) if evidence else []
-        if not costs:
+        if evidence is None or not (costs := costs_of(rows, evidence.row, presets)):
             continue
-        promise = evidence.fine_tuned if evidence else None
-        ratio = f"{statistics.fmean(each.ratio for each in costs):.1f}" if costs else ""
+        promise = evidence.fine_tuned
+        ratio = f"{statistics.fmean(each.ratio for each in costs):.1f}"
         promised = off_on(promise, "g") if promise else ""
         lines.append([f"`{name}`", what, ratio, promised, *(worst_of(costs, kind) for kind in kinds)])
     return lines

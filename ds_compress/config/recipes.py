@@ -111,8 +111,8 @@ class Evidence(NamedTuple):
 
     row: str  # its name in docs/evidence-tables.md
     worst: tuple[float, float]  # largest cost of any model and task
-    fine_tuned: tuple[float, float] | None = None  # most that it may cost there; None: no promise is given
-    from_scratch: tuple[float, float] | None = None
+    fine_tuned: tuple[float, float] | None = None  # promise: most that it costs there; None: none is given
+    from_scratch: tuple[float, float] | None = None  # the same
 
     def __str__(self) -> str:
         given = [

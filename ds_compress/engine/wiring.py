@@ -107,13 +107,11 @@ def set_connections(stage: Stage, engine: Any, number: int) -> None:
         links.setdefault(direction, {})[parity] = end.link
         if direction in stage.extra_groups:
             links.setdefault(f"{direction}{EXTRA}", {})[parity] = end.extra_link
+    there = {use: len(next(iter(own.values())).groups) for use, own in links.items()}
+    neighbours = _neighbours(stage, engine) if number > min(there.values(), default=number) else []
     for use in sorted(links):  # in the same order on every rank
-        there = len(next(iter(links[use].values())).groups)
-        added: dict[int, list[Any]] = {}
-        if number > there:
-            added = connection_groups(
-                _neighbours(stage, engine), number - there, stage.config.block.link.timeout_s
-            )
+        more, seconds = number - there[use], stage.config.block.link.timeout_s
+        added = connection_groups(neighbours, more, seconds) if more > 0 else {}
         for parity, link in links[use].items():
             for unused in link.groups[number:]:
                 stage.groups.remove(unused)

@@ -422,20 +422,17 @@ class Rounds:
         if not waiting:
             self._behind_since = None
             return
-        head, reached = self._board.head(), position
-        is_near = head.round - position.round < KEPT_ROUNDS  # else packets on the way may be gone
-        while is_near and reached.round < head.round:
-            if (outcome := self._board.outcome(reached.round)) is None:
-                break
-            reached = reached.after(outcome)
-        if reached != head:  # nothing leads from here to the others: no newcomer needs signs of life
-            self._held = None
+        head = self._board.head()
+        if not self._leads_to(head, position):
+            self._held = None  # no newcomer needs signs of life of this replica
             return
         if head == position:
             self._behind_since = None
-        elif (since := self._behind_since) is None or time.monotonic() - since < ABANDONED_S:
-            self._behind_since = since or time.monotonic()  # one at the head would have handed over by then
-            return
+        else:
+            if self._behind_since is None:
+                self._behind_since = time.monotonic()
+            if time.monotonic() - self._behind_since < ABANDONED_S:
+                return  # one at the head hands over before that
         handed = self._launch.handed()
         handed = {each: number for each, number in handed.items() if number > position.round - KEPT_ROUNDS}
         for name in waiting:
@@ -443,6 +440,14 @@ class Rounds:
             if self._board.change_newcomers(functools.partial(_give, name, given)):
                 handed[int(name)] = position.round
         self._launch.set_handed(handed)
+
+    def _leads_to(self, head: Position, position: Position) -> bool:
+        """Return whether who has the anchor of `position` can follow the rounds since to `head`."""
+        if head.round - position.round >= KEPT_ROUNDS:  # packets of these rounds may be gone
+            return False
+        while position.round < head.round and (outcome := self._board.outcome(position.round)) is not None:
+            position = position.after(outcome)
+        return position == head
 
     def _begin_uploads(self) -> None:
         """Begin to send the anchor to the newcomers to which slot 0 hands it over."""

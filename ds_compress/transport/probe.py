@@ -43,7 +43,9 @@ NEAR = 2e-3
 SEGMENT = 1448
 """Bytes of a TCP packet."""
 LONG = 2.0
-"""Seconds of a message, at most about: what is slower is measured by the first one."""
+"""Seconds of a message after which no longer one is tried."""
+MATHIS = 1.22
+"""Packets in flight on a connection that loses one of n: this times the root of n (Mathis et al., 1997)."""
 MOST_BYTES = 32 << 20
 """Bytes of the longest message."""
 
@@ -116,13 +118,11 @@ def probe_neighbours(
 
 
 def message_rate(sender: Sender, receiver: Receiver, ping: float) -> float:
-    """Measure the bytes per second of a message long enough to show what lost packets cost; `ping` is the
-    round trip in seconds. Infinite if that is short.
+    """Measure the bytes per second of a message; `ping` is the round trip in seconds. Infinite below NEAR.
 
-    TCP loses a packet sooner the more it sends, and fills a fast link in its first seconds all the same. So
-    messages double from the smallest that is sent in parts until as many packets were sent as there are to
-    one lost, if losses allow no higher rate (Mathis et al., 1997), or one took LONG. A slow link has few
-    packets in flight, and so takes little time.
+    The message is so long that lost packets show: a connection is as fast as the link until it loses the
+    first. Its length doubles until it has as many packets as come to one lost, if losses are what limits the
+    rate (MATHIS), or until it takes LONG. On a slow link few packets are in flight, so that is soon.
     """
     if ping < NEAR:
         return math.inf
@@ -131,7 +131,7 @@ def message_rate(sender: Sender, receiver: Receiver, ping: float) -> float:
     while True:
         seconds = _round(sender, receiver, 1, nbytes)
         in_flight = nbytes / seconds * ping / SEGMENT / len(receiver.groups)  # of one connection
-        shown = nbytes / SEGMENT / len(receiver.groups) >= (in_flight / 1.22) ** 2
+        shown = nbytes / SEGMENT / len(receiver.groups) >= (in_flight / MATHIS) ** 2
         if seconds >= max(LONG if not shown else LONG / 4, 2 * ping) or nbytes == MOST_BYTES:
             break
         nbytes *= 2

@@ -314,15 +314,17 @@ def clock(monkeypatch):
     return clock
 
 
-def test_one_that_is_behind_hands_over_and_the_newcomer_follows(store, monkeypatch):
+def test_one_that_is_behind_hands_over_and_the_newcomer_follows(store):
     """The one that had gone on was dead, and newcomers waited for ever, 360 s at a time."""
-    monkeypatch.setattr(rounds_module, "ABANDONED_S", 0.3)
     behind, dead = Launch(store), Launch(store)
     play([behind, dead], [0.1, 0.1])
     for _ in range(2):
         play_without_others([dead], [0.1])
     newcomer = Launch(store, digest="another")
     newcomer.wait_for_anchor()
+    behind.slots[0].idle()
+    assert behind.slots[0]._board.newcomers() == {str(newcomer.number): None}, "one at the head comes first"
+    behind.slots[0]._behind_since = -rounds_module.ABANDONED_S  # it has waited for so long
     newcomer.take_anchor(behind)
     assert newcomer.position == behind.position and dead.position.round == 3
     play_without_others([behind, newcomer], [0.1, 0.1])
