@@ -67,7 +67,8 @@ class ReplicasOptions(Options):
     more."""
     every: int = Field(default=1, ge=1, le=10**6)
     """Steps after which replicas exchange. 1: gradients of each step, within one launch. More, or "outer":
-    each replica is a launch of its own, and sends the change of its weights (docs/several-sites.md)."""
+    each replica is a launch of its own, and sends the change of its weights in a codec of its own
+    (docs/several-sites.md)."""
     outer: OuterOptions | None = None
     """How replicas that are launched apart meet, and what they do with the mean of their changes."""
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_compress.codec import Codec
+from ds_compress.config import Config
 from ds_compress.engine.deepspeed import has_partitions, partitioned_weights, tied_weights
 from ds_compress.message.part import Engine
 from ds_compress.replicas.slices import RowSpan, is_compressed
@@ -53,10 +53,12 @@ def master_weight(parameter: Tensor, number: int, values: Tensor, start: int = 0
     return MasterWeight(values, DeltaPart(number, values.numel(), rows))
 
 
-def build_delta_codec(codec: Codec, masters: Sequence[MasterWeight], seed: int) -> DeltaCodec:
-    """Return what encodes deltas of `masters`; see `DeltaCodec`."""
+def build_delta_codec(config: Config, masters: Sequence[MasterWeight]) -> DeltaCodec:
+    """Return what encodes deltas of `masters`, for a replica that is launched apart; see `DeltaCodec`."""
+    assert config.outer_codec is not None
     parts = [each.part for each in masters if each.part is not None]
-    return DeltaCodec(codec, parts, sum(each.values.numel() for each in masters if each.part is None), seed)
+    exact = sum(each.values.numel() for each in masters if each.part is None)
+    return DeltaCodec(config.outer_codec, parts, exact, config.block.seed)
 
 
 def read_masters(masters: Sequence[MasterWeight]) -> Tensor:

@@ -7,11 +7,15 @@
 
 The anchor is the same on all replicas: what they agreed on last. The base is the replica's weights when it
 sent the packet, so that progress made since then is not lost; for a replica whose packet did not count it is
-the old anchor, so that its next delta contains this one. Sources: DiLoCo (arXiv 2311.08105), its overlapped
-forms (2501.18512, 2502.12996), and SparseLoCo (2508.15706) for TopK with error feedback.
+the old anchor, so that its next delta contains this one. Replicas may have different codecs, as one behind a
+slow link, so a packet ends in the settings of its own. Sources: DiLoCo (arXiv 2311.08105), its overlapped
+forms (2501.18512, 2502.12996), SparseLoCo (2508.15706) for TopK with error feedback, and its heterogeneous
+form (2601.02360).
 """
 
+import functools
 import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -19,8 +23,8 @@ import torch
 from torch import Tensor
 
 from ds_compress.codec import Codec, TensorSpec, build
-from ds_compress.config.replicas import OuterOptions
-from ds_compress.errors import CompressionError
+from ds_compress.config.replicas import OuterOptions, ReplicasOptions, build_replica_codec
+from ds_compress.errors import CompressionError, shown
 from ds_compress.replicas.slices import GRADIENT, RowSpan, Slice, SliceCodec
 
 EXACT = 2**16 - 1
@@ -29,6 +33,12 @@ EXACT = 2**16 - 1
 MIN_DELTA_NUMEL = 1024
 """Deltas of fewer values stay exact. It is below `MIN_NUMEL` of gradients: a round has time for small
 packets, and those of LoRA are all small."""
+
+LENGTH = 2
+"""Last bytes of a packet: how long the settings before them are, little-endian."""
+
+READERS = 16
+"""Settings of others for which a codec is kept."""
 
 NO_STAGE = 2**16
 """Tied copies on several stages draw the same random bits."""
@@ -66,6 +76,10 @@ class DeltaCodec:
             seed: of the codec's random choices.
         """
         self.codec = codec
+        self._parts = parts, exact, seed
+        label = json.dumps(codec.settings).encode()
+        self._label = label + len(label).to_bytes(LENGTH, "little")
+        self._reader = functools.lru_cache(READERS)(self._build_reader)
         self.numel = sum(part.numel for part in parts) + exact
         self.digest = hashlib.blake2b(repr(([*parts], exact)).encode(), digest_size=8).hexdigest()
         """Of the parts: replicas whose models differ have different ones."""
@@ -78,7 +92,7 @@ class DeltaCodec:
             (Slice(number, 0, TensorSpec((numel,), torch.float32), rows), used)
             for (number, numel, rows), used in cut
         ]
-        self.nbytes = sum(used.layout(own).nbytes for own, used in self._slices)
+        self.nbytes = sum(used.layout(own).nbytes for own, used in self._slices) + len(self._label)
         """Bytes of a packet."""
 
     def encode(self, delta: Tensor, round_number: int, sender: int) -> Tensor:
@@ -90,14 +104,20 @@ class DeltaCodec:
         packet = torch.zeros(self.nbytes, dtype=torch.uint8, device="cpu")
         for own, used, values, part in self._cut(packet, delta):
             used.encode(own, values, part, GRADIENT, round_number, sender)
+        packet[-len(self._label) :] = torch.frombuffer(bytearray(self._label), dtype=torch.uint8)
         return packet
 
     def decode(self, packet: Tensor, round_number: int, sender: int) -> Tensor:
-        """Return the delta in a packet.
+        """Return the delta in a packet, which another codec may have made.
 
         Raises:
-            CompressionError: the packet is damaged, of another round or layout, or has inf or nan.
+            CompressionError: the packet is damaged, of another round, layout or an unknown codec, or has inf
+                or nan.
         """
+        size = int.from_bytes(packet[-LENGTH:].numpy().tobytes(), "little")
+        label = packet[-LENGTH - size :].numpy().tobytes()
+        if label != self._label:
+            return self._reader(label).decode(packet, round_number, sender)
         if packet.numel() != self.nbytes:
             raise CompressionError(f"{packet.numel()} bytes came, expected {self.nbytes}")
         delta = torch.empty(self.numel, dtype=torch.float32, device="cpu")
@@ -106,6 +126,25 @@ class DeltaCodec:
         if not bool(delta.isfinite().all()):
             raise CompressionError("it has values that are inf or nan")
         return delta
+
+    def _build_reader(self, label: bytes) -> "DeltaCodec":
+        """Return what decodes packets that end in `label`.
+
+        Raises:
+            CompressionError: no replica could have these settings.
+        """
+        try:
+            codec = json.loads(label[:-LENGTH])
+            feedback = codec.pop("feedback", "none")
+        except (ValueError, AttributeError) as error:
+            raise CompressionError("it does not end in the settings of a codec") from error
+        options = ReplicasOptions(codec=codec, feedback=feedback, outer=OuterOptions())
+        built = build_replica_codec(options, "settings of the sender")
+        assert built is not None
+        reader = DeltaCodec(built, *self._parts)
+        if reader._label != label:  # as of a release with other options
+            raise CompressionError(f"its codec is not known here: {shown(codec)}")
+        return reader
 
     def residuals(self) -> dict[int, dict[str, Tensor]]:
         """Return the residuals, by number of the slice; later packets replace tensors, so these stay."""

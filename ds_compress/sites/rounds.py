@@ -33,9 +33,10 @@ import torch
 from torch import Tensor
 
 from ds_compress.config.replicas import OuterOptions
-from ds_compress.errors import CompressionError, shown
+from ds_compress.errors import CompressionError
 from ds_compress.sites.board import CHUNK, WINDOW, Board, LaunchBoard, Position, Shipment, members_of
 from ds_compress.sites.outer_step import Anchor, DeltaCodec
+from ds_compress.sites.store import check_shared
 
 KEPT_ROUNDS = 3
 """Rounds for which packets stay in the store; a replica that is further behind needs an anchor."""
@@ -136,12 +137,7 @@ class Rounds:
             CompressionError: other replicas have other settings; names the first difference.
         """
         theirs = self._board.settings(json.dumps(settings, sort_keys=True))
-        for key in {**settings, **theirs}:
-            if settings.get(key) != theirs.get(key):
-                raise CompressionError(
-                    f"{key}: the other replicas have {shown(theirs.get(key))}, this one has "
-                    f"{shown(settings.get(key))}; use the same in all launches"
-                )
+        check_shared(settings, theirs)
         head = self._board.head(own_position)
         self.number = self._board.new_number()
         return Membership(self.number, head, head.digest != own_position.digest)

@@ -18,6 +18,7 @@ from ds_compress.sites.masters import (
     write_masters,
 )
 from ds_compress.sites.outer_step import MIN_DELTA_NUMEL, Anchor
+from ds_compress.sites.store import check_shared, shared_settings
 
 
 class SimulatedRounds:
@@ -33,23 +34,28 @@ class SimulatedRounds:
     random draws of codecs differ.
     """
 
-    def __init__(self, models: Sequence[nn.Module], ds_config: dict[str, Any]):
+    def __init__(self, models: Sequence[nn.Module], ds_config: dict[str, Any] | Sequence[dict[str, Any]]):
         """
         Args:
             models: one for each replica; all get the weights of the first.
-            ds_config: its "ds_compress" block counts.
+            ds_config: its "ds_compress" block counts; one for each replica if their codecs differ.
 
         Raises:
-            CompressionError: a bad block, or its replicas are not launched apart.
+            CompressionError: a bad block, its replicas are not launched apart, or settings differ that all
+                must share.
         """
-        config = Config(ds_config.get(KEY, {}))
-        if config.outer is None or config.outer_codec is None or config.block.replicas is None:
-            raise CompressionError(f'{KEY}.replicas: SimulatedRounds needs "every" above 1, or "outer"')
-        config.prepare()
-        self._options, self._every = config.outer, config.block.replicas.every
+        given = [ds_config] * len(models) if isinstance(ds_config, dict) else ds_config
+        configs = [_config(each) for each in given]
+        settings = [shared_settings(config) for config in configs]
+        for theirs in settings[1:]:
+            check_shared(theirs, settings[0])
+        outer, replicas = configs[0].outer, configs[0].block.replicas
+        assert outer is not None and replicas is not None
+        self._options, self._every = outer, replicas.every
         self._masters = [_masters(model) for model in models]
-        seed = config.block.seed
-        self.codecs = [build_delta_codec(config.outer_codec, masters, seed) for masters in self._masters]
+        self.codecs = [
+            build_delta_codec(config, masters) for config, masters in zip(configs, self._masters, strict=True)
+        ]
         """One per replica, with its residuals."""
         first = read_masters(self._masters[0])
         self.anchor = Anchor(first, torch.zeros_like(first))
@@ -87,6 +93,14 @@ class SimulatedRounds:
         for masters, base in zip(self._masters, self._bases or ()):
             write_masters(masters, self.anchor.values + (read_masters(masters) - base))
         self._bases = None
+
+
+def _config(ds_config: dict[str, Any]) -> Config:
+    config = Config(ds_config.get(KEY, {}))
+    if config.outer is None:
+        raise CompressionError(f'{KEY}.replicas: SimulatedRounds needs "every" above 1, or "outer"')
+    config.prepare()
+    return config
 
 
 def _masters(model: nn.Module) -> list[MasterWeight]:

@@ -123,9 +123,21 @@ def parse_address(text: str, origin: str = f"{PLACE}.every: {STORE}") -> tuple[s
 
 def shared_settings(config: Config) -> dict[str, Any]:
     """Return what all replicas must have, by JSON path, as far as `config` says it."""
-    replicas, outer, codec = config.block.replicas, config.outer, config.outer_codec
-    assert replicas is not None and outer is not None and codec is not None
-    found = {"codec": codec.settings, "every": replicas.every}
-    found |= {f"outer.{name}": getattr(outer, name) for name in ("lr", "momentum", "delay")}
-    own = {f"{PLACE}.{name}": value for name, value in found.items()}
+    replicas, outer = config.block.replicas, config.outer
+    assert replicas is not None and outer is not None
+    own = {f"{PLACE}.outer.{name}": getattr(outer, name) for name in ("lr", "momentum", "delay")}
+    own[f"{PLACE}.every"] = replicas.every
     return {"ds_compress": __version__, **own, f"{KEY}.seed": config.block.seed}
+
+
+def check_shared(own: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """
+    Raises:
+        CompressionError: settings differ that all replicas must share; names the first.
+    """
+    for key in {**own, **theirs}:
+        if own.get(key) != theirs.get(key):
+            raise CompressionError(
+                f"{key}: the other replicas have {shown(theirs.get(key))}, this one has "
+                f"{shown(own.get(key))}; use the same in all launches"
+            )

@@ -85,14 +85,14 @@ class OuterTraffic(RuntimePart):
         Args:
             config: of an engine that `check` accepts.
         """
-        assert config.outer is not None and config.outer_codec is not None
+        assert config.outer is not None
         self._device = engine.device
         self._options, self._shared = config.outer, shared_settings(config)
         assert config.block.replicas is not None
         self.every = config.block.replicas.every
         self._trained = [p for p in engine.module.parameters() if p.requires_grad]
         masters = find_masters(engine, self._trained)
-        self.codec = build_delta_codec(config.outer_codec, masters, config.block.seed)
+        self.codec = build_delta_codec(config, masters)
         self._itemsize = engine.communication_data_type.itemsize
         self._store_key = f"ds_compress/outer/{next(_engines)}"
         self._joins = itertools.count()

@@ -42,14 +42,17 @@ TOPK = {
     "indices": "rice",
     "values": {"name": "quantize", "bits": 3, "group_size": 64},
 }
+SPARSE = {"codec": TOPK, "feedback": "ef", "outer": {"momentum": 0.0}}
 FOUR_BITS = {"codec": {"name": "quantize", "bits": 4}, "feedback": "ef"}
 NESTEROV = {"lr": 0.7, "momentum": 0.9}
 SETTINGS: dict[str, dict[str, Any]] = {
     "all-reduce each step": {},
     "none": {"replicas": {"codec": "none"}},
     "4 bits": {"replicas": FOUR_BITS},
-    "topk": {"replicas": {"codec": TOPK, "feedback": "ef", "outer": {"momentum": 0.0}}},
+    "topk": {"replicas": SPARSE},
     "4 bits, and between stages": {"replicas": FOUR_BITS, "recipe": "safe"},
+    "topk at one, the other none": {"replicas": SPARSE},
+    "none, momentum 0": {"replicas": {"codec": "none", "outer": {"momentum": 0.0}}},
     **{f"4 bits, delay {d}": {"replicas": {**FOUR_BITS, "outer": {"delay": d}}} for d in (0, 5, 30)},
     "4 bits, momentum 0.7": {"replicas": {**FOUR_BITS, "outer": {"momentum": 0.7}}},
     "4 bits, momentum 0.7, and between stages": {
@@ -58,6 +61,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "4 bits, DiLoCo": {"replicas": {**FOUR_BITS, "outer": NESTEROV}},
 }
+OTHERS = {"topk at one, the other none": "none, momentum 0"}
+"""Setting of the other replicas, where that is another one."""
 DEFAULT_SETTINGS = list(SETTINGS)[:5]
 ARCHITECTURES = ("gpt", "llama")
 KINDS = {"from scratch": (2400, 4e-3), "fine-tuned": (1200, 1e-3)}
@@ -107,13 +112,15 @@ def new_optimizer(model: nn.Sequential, inner: str, lr: float) -> torch.optim.Op
 
 
 def train(
-    model: nn.Module, text: Tensor, seed: int, block: dict[str, Any], steps: int, lr: float, inner: str
+    model: nn.Module, text: Tensor, seed: int, setting: str, steps: int, lr: float, inner: str
 ) -> tuple[list[nn.Module], Any]:
-    """Train replicas of `model`, or one model if `block` is empty; return them, and what a replica sent."""
+    """Train replicas of `model`, or one model if they all-reduce; return them, and what the first sent."""
+    block = block_of(setting)
     config = {"ds_compress": block}
+    others = {"ds_compress": block_of(OTHERS.get(setting, setting))}
     models = [copy.deepcopy(model) for _ in range(REPLICAS if block else 1)]
     exact = None if block else SimulatedReplicas(models[0], config, REPLICAS)
-    rounds = SimulatedRounds(models, config) if block else None
+    rounds = SimulatedRounds(models, [config, *[others] * (len(models) - 1)]) if block else None
     optimizers = [new_optimizer(each, inner, lr) for each in models]
     rates = [group["lr"] for group in optimizers[0].param_groups]
     if "recipe" in block:
@@ -152,7 +159,8 @@ def pretrained(architecture: str, seed: int, data: str | None, times: int, inner
     text, _ = load_text(data)
     model = new_model(architecture, seed)
     steps, lr = KINDS["from scratch"]
-    return train(model, text[: len(text) // 2], seed, {}, times * steps, lr, inner)[0][0]
+    exact = "all-reduce each step"
+    return train(model, text[: len(text) // 2], seed, exact, times * steps, lr, inner)[0][0]
 
 
 def run(
@@ -171,7 +179,7 @@ def run(
         if is_tuned:
             model = pretrained(architecture, seed, data, times, inner)
         part = text[half:] if is_tuned else text[:half]
-        models, sent = train(model, part, seed + 1000 * is_tuned, block, steps, lr, inner)
+        models, sent = train(model, part, seed + 1000 * is_tuned, setting, steps, lr, inner)
     parameters = sum(p.numel() for p in models[0].parameters())
     raw = 4 * parameters * steps * 2 * (REPLICAS - 1) // REPLICAS  # of an fp32 all-reduce each step
     return {

@@ -1,5 +1,7 @@
 """The outer step and its packets: torch's Nesterov, nothing lost but the residual, no damaged packet."""
 
+import json
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from ds_compress.config.replicas import OuterOptions, ReplicasOptions, build_rep
 from ds_compress.errors import CompressionError
 from ds_compress.feedback.state import residuals
 from ds_compress.replicas.slices import GRADIENT
-from ds_compress.sites.outer_step import Anchor, DeltaCodec, DeltaPart
+from ds_compress.sites.outer_step import LENGTH, Anchor, DeltaCodec, DeltaPart
 
 PARTS, EXACT = [DeltaPart(0, 20_000), DeltaPart(3, 16_384)], 77
 VALUES = {"name": "quantize", "bits": 3, "group_size": 64}
@@ -71,7 +73,7 @@ def test_residuals_can_be_taken_back():
     assert all(torch.equal(after[n][k], copies[n][k]) for n in copies for k in copies[n])
 
 
-@pytest.mark.parametrize("harm", ["a byte", "another round", "shorter", "nan", "another codec"])
+@pytest.mark.parametrize("harm", ["a byte", "another round", "shorter", "nan", "no codec", "an option"])
 def test_a_packet_that_is_not_the_one_expected_is_refused(harm):
     codec, delta = delta_codec({"name": "quantize", "bits": 4}), random_delta()
     if harm == "nan":
@@ -81,6 +83,32 @@ def test_a_packet_that_is_not_the_one_expected_is_refused(harm):
         packet[5000] ^= 1
     elif harm == "shorter":
         packet = packet[:-64]
-    receiver = delta_codec({"name": "quantize", "bits": 8}) if harm == "another codec" else codec
+    elif harm == "no codec":
+        packet = torch.cat([packet[:-LENGTH], torch.zeros(LENGTH, dtype=torch.uint8)])
+    elif harm == "an option":
+        packet = with_label(packet, {"name": "quantize", "bits": 4})  # of a release without the others
     with pytest.raises(CompressionError):
-        receiver.decode(packet, 4 if harm == "another round" else 3, 0)
+        codec.decode(packet, 4 if harm == "another round" else 3, 0)
+
+
+def with_label(packet, settings):
+    label = json.dumps(settings).encode()
+    return torch.cat([packet, torch.tensor([*label, *len(label).to_bytes(LENGTH, "little")]).byte()])
+
+
+@pytest.mark.parametrize("codec", ["none", {"name": "quantize", "bits": 8}, TOPK], ids=str)
+@pytest.mark.parametrize("feedback", ["none", "ef", "loco"])
+def test_a_packet_of_another_codec_is_decoded_as_its_sender_does(codec, feedback):
+    sender, receiver = delta_codec(codec, feedback), delta_codec({"name": "quantize", "bits": 4})
+    for number in range(2):
+        packet = sender.encode(random_delta(number), number, 7)
+        decoded = receiver.decode(packet, number, 7)
+        assert torch.equal(decoded, sender.decode(packet, number, 7))
+    own = receiver.encode(random_delta(2), 2, 0)
+    assert torch.equal(receiver.decode(own, 2, 0), sender.decode(own, 2, 0))
+
+
+@pytest.mark.parametrize("size", [0, 1, LENGTH, 100])
+def test_a_packet_that_is_hardly_there_is_refused(size):
+    with pytest.raises(CompressionError):
+        delta_codec("none").decode(torch.full((size,), 255, dtype=torch.uint8), 0, 0)

@@ -41,7 +41,7 @@ def first_anchor(slot):
 class Launch:
     """A replica: its slots exchange deltas at the same time."""
 
-    def __init__(self, store, digest="first", announces=True, **options):
+    def __init__(self, store, digest="first", announces=True, codec=QUANTIZE, **options):
         options = OuterOptions(**{"grace_s": 60.0, **options})
         self.slots, own = [], HashStore()
         for slot in range(SLOTS):
@@ -52,7 +52,7 @@ class Launch:
             rounds.number = joined.number
         self.number, self.position, self.is_newcomer = joined
         self.anchors = [first_anchor(slot) for slot in range(SLOTS)]
-        replica = ReplicasOptions(codec=QUANTIZE, feedback="ef", every=30)
+        replica = ReplicasOptions(codec=codec, feedback="ef", every=30)
         self.codecs = [
             DeltaCodec(build_replica_codec(replica, "x"), [DeltaPart(0, NUMEL)], 0, 1) for _ in range(SLOTS)
         ]
@@ -551,6 +551,19 @@ def test_a_packet_that_is_damaged_on_its_way_does_not_count_if_its_sender_is_the
         }
     assert_alike(launches)
     assert moved(others[0], start) == pytest.approx(0.2, abs=0.01)
+
+
+def test_replicas_with_codecs_of_their_own_have_the_same_anchor(store):
+    """One is behind a slow link and sends few bits, one sends all, and a newcomer has what it likes."""
+    codecs = {"name": "topk", "density": 0.02}, "none", QUANTIZE
+    launches = [Launch(store, codec=codec, lr=1.0, momentum=0.0) for codec in codecs]
+    start = launches[0].anchors
+    for _ in range(30):
+        for result, _ in play(launches, [0.1, 0.2, 0.3]):
+            assert result.members == (1, 2, 3)
+        assert_alike(launches)
+    late = 0.02 * sum(0.1 * number for number in range(1, 31))  # 2 % of the entries, and all they missed
+    assert moved(launches[0], start) == pytest.approx((late + 30 * (0.2 + 0.3)) / 3, rel=0.01)
 
 
 def test_a_replica_that_cannot_read_the_packets_of_most_does_not_decide(store):

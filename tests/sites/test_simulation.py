@@ -1,5 +1,7 @@
 """Outer steps of replicas in one process: all that each has learned counts once."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -34,6 +36,20 @@ def train(replicas, rounds, steps, lr=0.1):
         yield
         if rounds is not None:
             rounds.end_step()
+
+
+def test_each_replica_may_have_a_codec_of_its_own():
+    """The mean of 8 bits and of none; what must be the same is named if it is not."""
+    codecs = "none", {"name": "quantize", "bits": 8}
+    configs = [outer_config(4, codec, delay=0, **PLAIN) for codec in codecs]
+    replicas, alike = models(2), models(2)
+    rounds = SimulatedRounds(replicas, configs)
+    for _ in itertools.chain(train(replicas, rounds, 8), train(alike, SimulatedRounds(alike, configs[0]), 8)):
+        pass
+    assert rounds.codecs[1].nbytes < rounds.codecs[0].nbytes / 3
+    assert 0 < (flat(replicas[0]) - flat(alike[0])).norm() < 0.01 * flat(alike[0]).norm()
+    with pytest.raises(CompressionError, match=r"replicas.every: the other replicas have 4, this one has 5"):
+        SimulatedRounds(models(2), [configs[0], outer_config(5, delay=0, **PLAIN)])
 
 
 def flat(model):
