@@ -11,7 +11,6 @@ from ds_compress.config.checks import check, check_nesting, check_policy, feedba
 from ds_compress.config.codec_settings import CodecSettings
 from ds_compress.config.policies import POLICIES
 from ds_compress.config.policies.ladder import check as check_ladders
-from ds_compress.config.policies.ladder import replica_ladder
 from ds_compress.config.recipes import with_changes, with_recipe
 from ds_compress.config.replicas import build_replica_codec, replica_notes
 from ds_compress.errors import REQUIRE, CompressionError, is_required, shown
@@ -47,14 +46,7 @@ class Config:
         codec, replicas = build_replica_codec(self.block.replicas, f"{KEY}.replicas"), self.block.replicas
         self.outer = replicas.apart if replicas is not None else None
         self.outer_codec = codec if self.outer else None  # of changes of weights, between launches
-        self.replica_policy = POLICIES.build(
-            replicas.policy if replicas is not None else "constant", f"{KEY}.replicas.policy"
-        )
-        self.replica_ladder: list[Codec] = []  # a codec for each rung, if the policy changes anything
-        if replicas is not None:
-            self.replica_ladder = replica_ladder(replicas, self.replica_policy, f"{KEY}.replicas")
-        within = self.replica_ladder[0] if self.replica_ladder else codec
-        self.replica_codec = None if self.outer else within  # of gradients, within a launch; the first one
+        self.replica_codec = None if self.outer else codec  # of gradients, within a launch
         self.checkpoint_codec = self._checkpoint_codec()
         self.eval = self._evaluation()
         self.policy = POLICIES.build(self.block.policy, f"{KEY}.policy")
@@ -65,12 +57,6 @@ class Config:
         unused = unused_options(self.in_force, self.policy, block)
         notes = (*self.in_force.notes, *unused, *feedback_notes(self.in_force), *between)
         self.notes = dict.fromkeys(notes)  # lines for the user, in order, each once
-
-    @property
-    def strongest_replica_codec(self) -> Codec:
-        """Return the codec of gradients between replicas whose rung is the strongest."""
-        assert self.replica_codec is not None
-        return self.replica_ladder[-1] if self.replica_ladder else self.replica_codec
 
     @property
     def written(self) -> dict[str, Any]:

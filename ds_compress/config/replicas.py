@@ -54,9 +54,6 @@ class ReplicasOptions(Options):
     DeepSpeed's BF16_Optimizer and a codec for gradients. "none": DeepSpeed gathers them in bf16."""
     warmup_steps: Steps = 0
     """Optimizer steps at the start of training in which gradients and parameters are exact."""
-    policy: Any = Field(default="constant", json_schema_extra={"registry": "policy"})
-    """Name of a policy that changes options of the codec during training ("accordion"), or an object
-    with its name and options. `backward` is its ladder; "accordion" compares sums of a stage's gradients."""
     bucket_mb: int = Field(default=32, ge=1, le=4096)
     """MB (10^6 bytes) of uncompressed gradients in one exchange; a larger one has an exchange of its own. Of
     new parameters: of a partition in fp32."""
@@ -90,7 +87,7 @@ def build_replica_codec(options: ReplicasOptions | None, path: str) -> Codec | N
     """
     if options is None:
         return None
-    for key in ("parameters", "warmup_steps", "policy", "bucket_mb", "overlap") if options.apart else ():
+    for key in ("parameters", "warmup_steps", "bucket_mb", "overlap") if options.apart else ():
         if key in options.model_fields_set:
             raise CompressionError(
                 f"{path}.{key}: {getattr(options, key)} is not allowed with every above 1 or outer: there "

@@ -39,7 +39,7 @@ from ds_compress.message.part import RuntimePart, Step
 from ds_compress.replicas.exchange import Replicas
 from ds_compress.replicas.factors import build_exchange, compressed_parameters
 from ds_compress.replicas.parameters import ParameterExchange, Range
-from ds_compress.replicas.slices import DTYPES, SUM, Gradient, SliceCodec
+from ds_compress.replicas.slices import DTYPES, Gradient, SliceCodec
 
 logger = logging.getLogger("ds_compress")
 
@@ -80,7 +80,7 @@ class GradientTraffic(RuntimePart):
         compressed = {
             number: parameter
             for number, parameter in compressed_parameters(
-                engine.module.parameters(), config.strongest_replica_codec
+                engine.module.parameters(), config.replica_codec
             ).items()
             if id(parameter) not in tied and not is_moe_param(parameter)
         }
@@ -151,8 +151,6 @@ class GradientTraffic(RuntimePart):
 
     def load(self, saved: dict[int, dict[str, Tensor]]) -> None:
         """Restore the residuals from a checkpoint; missing ones start from zero."""
-        if not self.exchange.adds_up:  # the policy that needed the sums is gone
-            saved = {n: {key: v for key, v in own.items() if key != SUM} for n, own in saved.items()}
         self.exchange.slices.load(saved)
 
     def values(self) -> dict[str, float]:

@@ -34,7 +34,7 @@ from ds_compress.runtime.auto import AutoController
 from ds_compress.runtime.connections import ConnectionsController
 from ds_compress.runtime.depth import DepthController
 from ds_compress.runtime.guard import Guard
-from ds_compress.runtime.policy import BoundaryLadders, PolicyController, ReplicaLadders
+from ds_compress.runtime.policy import PolicyController
 from ds_compress.runtime.replica_check import ReplicaCheck
 from ds_compress.runtime.stage_profile import all_gather
 from ds_compress.runtime.watchdog import Watchdog
@@ -105,17 +105,12 @@ class Session:
             reports=engine.global_rank == 0,
             replicas=self.replicas.describe() if self.replicas else "",
         )
-        ladders, shared = BoundaryLadders(config, boundaries, engine.device), (engine.device, all_gather)
-        self.policy = PolicyController("policy", config.policy, ladders, *shared)
-        self.replica_policy = None
-        if self.gradients is not None and config.replica_ladder:
-            between = ReplicaLadders(config, [self.gradients.exchange], engine.num_stages)
-            self.replica_policy = PolicyController("replica_policy", config.replica_policy, between, *shared)
+        self.policy = PolicyController(config, boundaries, engine.device, all_gather)
         found = self.gradients, self.replica_check, self.monitor, self.guard, self.depth, self.policy
         self.connections = None
         if config.block.link.connections == "auto":
             self.connections = ConnectionsController(set_connections)
-        parts = (*found, self.replica_policy, outer, self.connections)
+        parts = (*found, outer, self.connections)
         self.parts: list[RuntimePart] = [part for part in parts if part is not None]
         """In the order in which their hooks are called."""
         written = {name: config.settings[name] for name in WRITTEN}

@@ -29,7 +29,7 @@ from ds_compress.errors import CompressionError, in_one_line
 from ds_compress.feedback.state import residuals
 from ds_compress.kernels.memory import is_out_of_memory
 from ds_compress.message.layout import Counters
-from ds_compress.replicas.slices import AVERAGE, GRADIENT, HALVES, SUM, Gradient, Slice, SliceCodec, Slices
+from ds_compress.replicas.slices import AVERAGE, GRADIENT, HALVES, Gradient, Slice, SliceCodec, Slices
 
 MEASURED = 2**20
 """Most values of a bucket that are compared with their exact average, which takes one more all-reduce."""
@@ -127,8 +127,6 @@ class Exchange:
         self.sent = Counters()
         self.quality = math.nan, math.nan
         """Relative error and cosine of the last measured bucket, against its exact average."""
-        self.adds_up = False
-        """Whether each owner of slices adds up their averages, for `take_square`."""
         self._in_flight = list[_InFlight]()
         self._measures = False
         self._sums: Tensor | None = None  # [exact averages and errors, values], added up over measured steps
@@ -186,19 +184,6 @@ class Exchange:
         """
         sums, self._sums = self._sums, None
         return math.nan if sums is None else float(sums[1].norm() / sums[0].norm())
-
-    def use(self, codec: Codec) -> None:
-        """Let the next steps use `codec`; residuals stay."""
-        self.codec = self.codec.with_codec(codec)
-
-    def take_square(self) -> float:
-        """Return the square of the norm of all averages that this rank has added up; sums start from zero."""
-        sums = [each.memory.pop(SUM) for each in self.slices if SUM in each.memory]
-        return sum(float(total.double().square().sum()) for total in sums)
-
-    def _add_up(self, own: Slice, average: Tensor) -> None:
-        if self.adds_up and own.owner == self.replicas.rank:
-            own.add_up(average)
 
     def residual_norm(self) -> float:
         """Return the norm of both residuals of all slices."""
@@ -298,7 +283,6 @@ class Exchange:
                 total = decoded if total is None else total.add_(decoded)
             assert total is not None
             mean = total.mul_(factor)
-            self._add_up(sent.slice, mean)
             if sent.gathered:
                 self.codec.encode(sent.slice, mean, next(outgoing)[1], AVERAGE, step, own)
             else:

@@ -117,7 +117,6 @@ class FactorExchange(Exchange):
                 update = kernels(mean.device).update_residual
                 new, kept = update(each.x, each.residual, mean, 1.0, *feedback.weights)
                 feedback.state.save(each.context, TensorSpec.of(each.x), new, is_finite & kept)
-            self._add_up(each.slice, mean)
             each.values.copy_(mean.mul_(factor * size * scale).view(-1))
         nbytes += sum(q.nbytes for q in factors)
 

@@ -10,7 +10,6 @@ Optimizers divide a gradient by its own size, so noise in a row that had no grad
 would be a full step. Groups of a codec cross rows: a packet also says, one bit a row, which rows are zero.
 """
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -37,10 +36,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 GRADIENT, AVERAGE = HALVES = "backward", "forward"
 """Direction names in packet headers and state keys: to the owner of a slice, and from the owner."""
-
-
-SUM = "sum"
-"""Key in a slice's memory: its averages since the last decision of a policy, added up by its owner."""
 
 
 def is_compressed(parameter: Tensor, min_numel: int = MIN_NUMEL) -> bool:
@@ -92,12 +87,6 @@ class Slice:
     rows: RowSpan | None = None  # None: not known
     memory: dict[str, Tensor] = field(default_factory=dict)
 
-    def add_up(self, average: Tensor) -> None:
-        """Add `average`, of this step, to the sum that policies compare."""
-        total = self.memory.get(SUM)
-        known = total is not None and total.shape == average.shape and total.dtype == average.dtype
-        self.memory[SUM] = total + average if total is not None and known else average.clone()
-
     def take(self, values: Tensor, start: int, scale: float) -> Tensor:
         """Return this slice, from `start` of `values`: in fp32, divided by `scale`, padded with zeros."""
         part = values[start : start + self.spec.numel]
@@ -138,12 +127,6 @@ class SliceCodec:
         self._seed = seed
         self._has_checksum = has_checksum
         self._layouts: dict[tuple[TensorSpec, RowSpan | None], PacketLayout] = {}
-
-    def with_codec(self, codec: Codec) -> "SliceCodec":
-        """Return the same with another codec."""
-        other = copy.copy(self)
-        other.codec, other._layouts = codec, {}
-        return other
 
     def layout(self, own: Slice) -> PacketLayout:
         """Return the layout of the packet of the slice `own`: the codec's payload, then the bits of rows."""

@@ -1,30 +1,26 @@
-"""Run a policy in an engine or in a simulated pipeline, on what it is for: boundaries, or replicas.
+"""Run a policy in an engine or in a simulated pipeline.
 
 In steps where the policy may change something, one collective gathers the signals of all ranks, and every
 rank decides for all. Other steps need no collective, and nothing waits for a device before a decision is due.
-New settings hold from the next step on.
-
-Signals of a boundary are the norms of its gradient messages, measured where they are sent. Between replicas
-the owner of a slice adds up its averages, and the norms of these sums are the signals; all replicas of a
-stage change their codec together.
+New settings hold from the next step on. Signals are the norms of gradient messages, measured where they are
+sent.
 """
 
 import copy
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_compress.config import KEY, Config
-from ds_compress.config.policies import ChannelKey, DecisionInput, Policy, Signal, ladders
+from ds_compress.config.policies import ChannelKey, DecisionInput, Signal, ladders
 from ds_compress.config.policies.base import format_rung
 from ds_compress.errors import CompressionError, shown
 from ds_compress.message.observer import Observer, SeenMessage
 from ds_compress.message.part import Change, MessageSource, RuntimePart, Step, Trainer
-from ds_compress.replicas.exchange import Exchange
 
 Gather = Callable[[Tensor], Sequence[Tensor]]
 """Gathers a tensor from all ranks, in their order."""
@@ -32,80 +28,24 @@ Gather = Callable[[Tensor], Sequence[Tensor]]
 BACKWARD = "backward"
 
 
-class Target(Protocol):
-    """What has ladders, whose rungs a policy selects."""
-
-    place: str
-    """What the report calls one: with {0} its number, with {1} its direction."""
-
-    @property
-    def warmup_steps(self) -> int:
-        """Return the steps before the policy counts."""
-
-    @property
-    def ladders(self) -> Mapping[ChannelKey, Sequence[Any]]:
-        """Return a codec for each rung, mildest first."""
-
-    def observe(self, source: Any) -> None:
-        """Measure from now on; called only where the policy needs it, and again when it begins anew."""
-
-    def take(self) -> list[float]:
-        """Return numbers that are added up over all ranks, and measure anew; wait for the device."""
-
-    def norms(self, sums: Sequence[float]) -> Sequence[float]:
-        """Return the norm of each number of `ladders` from the sums of what `take` returned."""
-
-    def use(self, rungs: Mapping[ChannelKey, int]) -> dict[str, Any]:
-        """Select rungs; return the key `boundaries` of a block with them, empty if they are in force."""
-
-    def state(self) -> dict[str, list[float]]:
-        """Return what was measured since the last `take`, for a checkpoint; wait for the device."""
-
-    def resume(self, state: Mapping[str, list[float]]) -> None:
-        """Continue with what was measured.
-
-        Raises:
-            CompressionError: it does not fit the pipeline.
-        """
-
-
-class BoundaryLadders(Observer):
-    """The ladders of the directions of boundaries, and the norms of gradient messages on this rank."""
-
-    place = "boundary {0} {1}"
+class GradientNorms(Observer):
+    """The norms of the gradient messages that this rank sends, of each boundary, after the warm-up."""
 
     def __init__(self, config: Config, boundaries: int, device: torch.device | str):
-        """Find the ladders of so many `boundaries`.
-
-        Raises:
-            CompressionError: no boundary has a ladder.
-        """
         self._config = config
         self._boundaries = boundaries
         self._device = device
         self._norms: dict[int, Tensor] = {}  # by boundary: sum and number of finite norms
-        # as the block was written: what is adopted later gives boundaries codecs of their own
-        numbers = range(boundaries if config.has_policy else 0)
-        found = {number: ladders(config.in_force, config.policy, number) for number in numbers}
-        self.ladders = {(n, d): ladder for n, own in found.items() for d, ladder in own.items()}
-        if config.has_policy and not self.ladders:
-            raise CompressionError(
-                f"{KEY}.policy: no boundary of this pipeline has a codec with the options of its ladder; "
-                "give them to forward or backward, or use 'constant'"
-            )
-
-    @property
-    def warmup_steps(self) -> int:
-        return self._config.warmup_steps
 
     def observe(self, source: MessageSource) -> None:
+        """Measure the messages of `source` from now on."""
         for end in source.ends:
             if end.sends and end.channel.direction == BACKWARD and self not in end.observers:
                 end.observers.append(self)
 
     def before(self, message: SeenMessage) -> None:
         message_id = message.message_id
-        if not message_id.training or message_id.step < self.warmup_steps:
+        if not message_id.training or message_id.step < self._config.warmup_steps:
             return
         floats = [tensor for tensor in message.tensors if tensor.dtype.is_floating_point]
         norms = [torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32) for tensor in floats]
@@ -116,23 +56,27 @@ class BoundaryLadders(Observer):
         self._norms[message_id.boundary] = found if known is None else known + found
 
     def take(self) -> list[float]:
+        """Return two numbers of each boundary, to be added up over all ranks, and measure anew; wait for the
+        device."""
         # ranks that do not send at a boundary have zeros
         own, self._norms = self.state(), {}
         return [value for n in range(self._boundaries) for value in own.get(str(n), (0.0, 0.0))]
 
-    def norms(self, sums: Sequence[float]) -> list[float]:
+    @staticmethod
+    def means(sums: Sequence[float]) -> list[float]:
+        """Return the mean norm of each boundary from the sums of what `take` returned."""
         return [total / count if count else math.nan for total, count in zip(sums[::2], sums[1::2])]
 
-    def use(self, rungs: Mapping[ChannelKey, int]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for (number, direction), rung in rungs.items():
-            found.setdefault(str(number), {})[direction] = {"codec": self.ladders[number, direction][rung]}
-        return found
-
     def state(self) -> dict[str, list[float]]:
+        """Return what was measured since the last `take`, for a checkpoint; wait for the device."""
         return {str(number): noted.tolist() for number, noted in self._norms.items()}
 
     def resume(self, state: Mapping[str, list[float]]) -> None:
+        """Continue with what was measured.
+
+        Raises:
+            CompressionError: it does not fit the pipeline.
+        """
         if not all(int(number) < self._boundaries for number in state):
             raise CompressionError(f"policy: norms of boundaries {list(state)}, there are {self._boundaries}")
         self._norms = {
@@ -141,102 +85,75 @@ class BoundaryLadders(Observer):
         }
 
 
-class ReplicaLadders:
-    """The ladder of gradients between the replicas of each stage."""
+class PolicyController(RuntimePart):
+    """Chooses the rung of each direction of a boundary, alike on all ranks."""
 
-    place = "gradients of stage {0}"
+    key = "policy"
 
-    def __init__(self, config: Config, exchanges: Sequence[Exchange], stages: int):
+    def __init__(self, config: Config, boundaries: int, device: torch.device | str, all_gather: Gather):
         """
         Args:
-            config: with a ladder between replicas.
-            exchanges: those of this process.
+            boundaries: their number.
+
+        Raises:
+            CompressionError: there is a policy, and no boundary has a ladder.
         """
-        assert config.block.replicas is not None
-        self.warmup_steps = config.block.replicas.warmup_steps
-        self.ladders = {(stage, BACKWARD): config.replica_ladder for stage in range(stages)}
-        self._exchanges = exchanges
-
-    def observe(self, source: object) -> None:
-        for exchange in self._exchanges:
-            exchange.adds_up = True
-
-    def take(self) -> list[float]:
-        squares = [0.0] * len(self.ladders)
-        for exchange in self._exchanges:
-            squares[exchange.replicas.stage] += exchange.take_square()
-        return squares
-
-    def norms(self, sums: Sequence[float]) -> list[float]:
-        return [math.sqrt(total) for total in sums]
-
-    def use(self, rungs: Mapping[ChannelKey, int]) -> dict[str, Any]:
-        for exchange in self._exchanges:
-            key = exchange.replicas.stage, BACKWARD
-            if key in rungs:
-                exchange.use(self.ladders[key][rungs[key]])
-        return {}
-
-    def state(self) -> dict[str, list[float]]:
-        return {}  # the sums are with the residuals of their slices
-
-    def resume(self, state: object) -> None:
-        pass
-
-
-class PolicyController(RuntimePart):
-    """Chooses the rungs of a target by its policy, alike on all ranks, and resumes them from checkpoints."""
-
-    def __init__(
-        self, key: str, policy: Policy, target: Target, device: torch.device | str, all_gather: Gather
-    ):
-        self.key = key
         self.rungs: dict[ChannelKey, int] = {}
         """Current rungs; 0 is the mildest."""
 
-        self._policy = policy
-        self._settings = json.loads(json.dumps(policy.settings))
-        self._target = target
-        self._lengths = {key: len(ladder) for key, ladder in target.ladders.items()}
+        self._config = config
+        self._policy = config.policy
+        self._settings = json.loads(json.dumps(config.policy.settings))
+        # as the block was written: what is adopted later gives boundaries codecs of their own
+        numbers = range(boundaries if config.has_policy else 0)
+        found = {number: ladders(config.in_force, config.policy, number) for number in numbers}
+        self._ladders = {(n, d): ladder for n, own in found.items() for d, ladder in own.items()}
+        if config.has_policy and not self._ladders:
+            raise CompressionError(
+                f"{KEY}.policy: no boundary of this pipeline has a codec with the options of its ladder; "
+                "give them to forward or backward, or use 'constant'"
+            )
+        self._lengths = {key: len(ladder) for key, ladder in self._ladders.items()}
+        self._norms = GradientNorms(config, boundaries, device)
         self._device = device
         self._all_gather = all_gather
         self._state: dict[str, Any] = {}  # of the policy
 
-    def start(self, engine: Trainer, source: MessageSource | None) -> dict[str, Any]:
+    def start(self, engine: Trainer, source: MessageSource) -> dict[str, Any]:
         """Begin with the mildest rungs, or with those of the step; return the key `boundaries` of a block
         with them. Every rank calls it."""
         self.rungs, self._state = dict.fromkeys(self._lengths, 0), {}
-        self._target.resume({})
+        self._norms.resume({})
         if self._policy.norms:
-            self._target.observe(source)
+            self._norms.observe(source)
         else:
             self._decide(engine)
-        return self._target.use(self.rungs)
+        return self._codecs(self.rungs)
 
     def end_step(self, step: Step) -> Change | None:
         return self.decide(step.engine)
 
     def decide(self, engine: Trainer) -> Change | None:
         """Decide after a training step, with nothing in flight; called on every rank."""
-        if not self._policy.due(engine.global_steps - self._target.warmup_steps):
+        if not self._policy.due(engine.global_steps - self._config.warmup_steps):
             return None
         changed = self._decide(engine)
         if not changed:
             return None
         places = (
-            f"{self._target.place.format(*key)} {format_rung(self._policy.options.rungs(key[1])[rung])}"
-            for key, rung in sorted(self.rungs.items())
+            f"boundary {number} {direction} {format_rung(self._policy.options.rungs(direction)[rung])}"
+            for (number, direction), rung in sorted(self.rungs.items())
         )
         start = f"ds_compress: policy {self._policy.name}: from step {engine.global_steps + 1} on: "
         line = f"{start}{'; '.join(places)}"
-        return Change(self._target.use(changed), lambda _: print(line, flush=True))
+        return Change(self._codecs(changed), lambda _: print(line, flush=True))
 
     def state(self) -> dict[str, Any]:
         rungs = [[*key, rung] for key, rung in self.rungs.items()]
         return {"policy": self._settings, "rungs": rungs, "state": self._state}
 
     def own_state(self) -> dict[str, list[float]]:
-        return self._target.state()
+        return self._norms.state()
 
     def resume(self, step: Step, state: Mapping[str, Any], own: Mapping[str, list[float]]) -> Change | None:
         # up to release 0.3 the policy of boundaries did not say which one it was; its block was the same
@@ -247,14 +164,20 @@ class PolicyController(RuntimePart):
             raise CompressionError(f"policy: rungs {shown(state['rungs'])} do not fit {shown(lengths)}")
         self._policy.check_state(state["state"])
         self.rungs, self._state = rungs, copy.deepcopy(state["state"])
-        self._target.resume({number: norms for number, norms in own.items() if number.isdecimal()})
-        self._target.use(rungs)
+        self._norms.resume({number: norms for number, norms in own.items() if number.isdecimal()})
         return None
+
+    def _codecs(self, rungs: Mapping[ChannelKey, int]) -> dict[str, Any]:
+        """Return the key `boundaries` of a block with the codecs of `rungs`."""
+        found: dict[str, Any] = {}
+        for (number, direction), rung in rungs.items():
+            found.setdefault(str(number), {})[direction] = {"codec": self._ladders[number, direction][rung]}
+        return found
 
     def _decide(self, engine: Trainer) -> dict[ChannelKey, int]:
         """Return the rungs that change."""
         lr, signals = self._gather(engine) if self._policy.norms else (0.0, None)
-        steps = engine.global_steps - self._target.warmup_steps
+        steps = engine.global_steps - self._config.warmup_steps
         rungs = self._policy.decide(DecisionInput(steps, self.rungs, self._lengths, lr, signals), self._state)
         changed = {key: rung for key, rung in rungs.items() if rung != self.rungs[key]}
         self.rungs = {**self.rungs, **changed}
@@ -266,7 +189,7 @@ class PolicyController(RuntimePart):
         All ranks return the same. Both directions of a boundary have the norm of its gradients.
         """
         lr = max(map(float, engine.get_lr()), default=0.0)
-        own = torch.tensor([lr, *self._target.take()], dtype=torch.float64, device=self._device)
+        own = torch.tensor([lr, *self._norms.take()], dtype=torch.float64, device=self._device)
         everywhere = [each.tolist() for each in self._all_gather(own)]
-        norms = self._target.norms([math.fsum(column) for column in zip(*everywhere)][1:])
+        norms = self._norms.means([math.fsum(column) for column in zip(*everywhere)][1:])
         return everywhere[0][0], {key: Signal(norms[key[0]]) for key in self._lengths}

@@ -11,13 +11,12 @@ import torch
 from torch import nn
 
 from ds_compress.config import DIRECTIONS, KEY, Config
-from ds_compress.config.policies import Policy
 from ds_compress.config.recipes import with_changes
 from ds_compress.errors import CompressionError, shown
 from ds_compress.feedback.aqsgd.sample_ids import SampleIds
 from ds_compress.message.channel import Mode, evaluated
 from ds_compress.message.dependence import DependencyTracker
-from ds_compress.runtime.policy import BoundaryLadders, PolicyController
+from ds_compress.runtime.policy import PolicyController
 from ds_compress.simulate.boundary import SimulatedBoundary
 
 
@@ -39,9 +38,12 @@ class SimulatedTraining:
         self._boundaries = boundaries
         self.ends = [end for boundary in boundaries for end in boundary.ends.values()]
         self._lr = lr
-        check_lr(config.policy, f"{KEY}.policy", lr)
-        ladders = BoundaryLadders(config, len(boundaries), "cpu")
-        self._policy = PolicyController("policy", config.policy, ladders, "cpu", lambda tensor: [tensor])
+        if config.policy.norms and lr is None:
+            raise CompressionError(
+                f"simulate: {KEY}.policy {config.policy.name!r} follows the learning rate; give simulate "
+                "lr=scheduler.get_last_lr, or a function like it"
+            )
+        self._policy = PolicyController(config, len(boundaries), "cpu", lambda tensor: [tensor])
         self._adopt(self._policy.start(self, self))
 
     def get_lr(self) -> Sequence[float]:
@@ -74,18 +76,6 @@ class SimulatedTraining:
                 boundary.upstream.adopt()
                 boundary.downstream.adopt()
         return differs
-
-
-def check_lr(policy: Policy, path: str, lr: object) -> None:
-    """
-    Raises:
-        CompressionError: `policy` needs a learning rate, which is missing.
-    """
-    if policy.norms and lr is None:
-        raise CompressionError(
-            f"simulate: {path} {policy.name!r} follows the learning rate; give simulate "
-            "lr=scheduler.get_last_lr, or a function like it"
-        )
 
 
 def simulate(

@@ -1,7 +1,7 @@
 """Data-parallel replicas inside one process: their gradients are averaged as a pipeline's replicas do it."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -13,8 +13,6 @@ from ds_compress.errors import CompressionError
 from ds_compress.replicas.exchange import Exchange, Replicas, Transfer
 from ds_compress.replicas.factors import build_exchange, compressed_parameters
 from ds_compress.replicas.slices import Gradient
-from ds_compress.runtime.policy import PolicyController, ReplicaLadders
-from ds_compress.simulate.model import check_lr
 
 
 class SimulatedReplicas:
@@ -37,18 +35,15 @@ class SimulatedReplicas:
         model: nn.Module,
         ds_config: dict[str, Any],
         count: int,
-        lr: Callable[[], Sequence[float]] | None = None,
     ):
         """
         Args:
             model: whose parameters have the gradients.
             ds_config: its "ds_compress" block counts.
             count: number of replicas.
-            lr: returns the learning rates of the optimizer, as `scheduler.get_last_lr` does; policy
-                "accordion" needs it.
 
         Raises:
-            CompressionError: a bad block, or the policy needs what is missing.
+            CompressionError: a bad block.
         """
         config = Config(ds_config.get(KEY, {}))
         options, codec = config.block.replicas, config.replica_codec
@@ -63,21 +58,10 @@ class SimulatedReplicas:
         """Positions of the parameters whose gradients are compressed after the warm-up."""
         if codec is not None and config.block.enabled and count > 1:
             config.prepare()
-            found = compressed_parameters(model.parameters(), config.strongest_replica_codec)
+            found = compressed_parameters(model.parameters(), codec)
             self.compressed = found.keys() & self._parameters.keys()
             shared = codec, found, 2**62, config.block.seed, config.block.link.checksum
             self.exchanges = [build_exchange(Replicas(count, rank), *shared) for rank in range(count)]
-        self._lr = lr
-        self._policy = None
-        if self.exchanges and config.replica_ladder:
-            check_lr(config.replica_policy, f"{KEY}.replicas.policy", lr)
-            policy, ladders = config.replica_policy, ReplicaLadders(config, self.exchanges, 1)
-            self._policy = PolicyController("", policy, ladders, "cpu", lambda tensor: [tensor])
-            self._policy.start(self, None)
-
-    def get_lr(self) -> Sequence[float]:
-        """Return the learning rates of the optimizer."""
-        return self._lr() if self._lr is not None else ()
 
     def collect(self) -> None:
         """Take the gradients that the next replica has computed; the parameters are left without."""
@@ -115,9 +99,6 @@ class SimulatedReplicas:
                 first *= 1 / self._count
             parameter.grad = first
         self.global_steps += 1
-        change = self._policy.decide(self) if self._policy is not None else None
-        if change is not None:
-            change.report(True)
 
     def _exchange(self, gradients: Sequence[Sequence[Gradient]]) -> None:
         """Average `gradients` of each replica in place."""

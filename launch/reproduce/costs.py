@@ -27,7 +27,7 @@ REPLICA_NAMES = {
     "replicas4-dither": "4 bits, dither",
     "replicas3-dither": "3 bits, dither, entropy coder",
     "replicas-rank8-ef": "`lowrank`, rank 8, `ef`",
-    "replicas8-4-ef-accordion": "8 or 4 bits by `accordion`, `ef`",
+    "replicas8-4-ef-accordion": "8 or 4 bits by `accordion` of release 0.3, `ef`",
     "replicas4-ef+entropy4-rank8/dither3": "4 bits, `ef`; stages as `safe`",
     "replicas4-dither+entropy4-rank8/dither3": "4 bits, dither; stages as `safe`",
     "replicas4-ef+basis4/dither3": "4 bits, `ef`; stages as `safe` of release 0.3",

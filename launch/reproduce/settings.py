@@ -204,7 +204,6 @@ def between_replicas(codec: Any, feedback: str = "none", **others: Any) -> Block
     return {**others, "replicas": {"codec": codec, "feedback": feedback}}
 
 
-ACCORDION_BETWEEN_REPLICAS = {"name": "accordion", "every": 25, "backward": {"bits": [8, 4]}}
 REPLICAS: dict[str, Block] = {
     "replicas8-ef": between_replicas(group(8), "ef"),
     "replicas4-ef": between_replicas(group(4), "ef"),
@@ -212,9 +211,6 @@ REPLICAS: dict[str, Block] = {
     "replicas4-dither": between_replicas(group(4, rounding="dither")),
     "replicas3-dither": between_replicas(entropy(3, rounding="dither")),
     "replicas-rank8-ef": between_replicas({"name": "lowrank", "rank": 8}, "ef"),
-    "replicas8-4-ef-accordion": {
-        "replicas": {"codec": group(8), "feedback": "ef", "policy": ACCORDION_BETWEEN_REPLICAS}
-    },
     "replicas4-ef+entropy4-rank8/dither3": between_replicas(
         group(4), "ef", **BOTH_DIRECTIONS["entropy4-rank8/dither3"]
     ),

@@ -28,7 +28,7 @@ def train(
     """
     optimizer = task.optimizer(models[0].parameters())
     schedule = task.schedule(optimizer)
-    replicas = SimulatedReplicas(models[0], config, len(models), schedule.get_last_lr)
+    replicas = SimulatedReplicas(models[0], config, len(models))
     losses = list[float]()
     for model in models:
         model.train()

@@ -27,7 +27,6 @@ def block_with(path: str, value: object) -> object:
     return value
 
 
-ACCORDION = {"name": "accordion", "backward": {"bits": [8, 4]}}
 BAD = [
     ("foward", {}, ": unknown key", "did you mean 'forward'"),
     ("codec", "topk", ": unknown key", "allowed: enabled, recipe, quality, forward"),
@@ -114,16 +113,7 @@ BAD = [
         )
         for more in ({"feedback": "ef"}, {"every": 30})
     ),
-    *(
-        ("replicas", {"codec": "quantize", "feedback": "ef", "policy": policy}, f".policy{start}", "")
-        for policy, start in (
-            ({**ACCORDION, "forward": {"bits": [8, 4]}}, ".forward: replicas exchange gradients"),
-            ("accordion", ".backward: replicas exchange gradients"),
-            ({**ACCORDION, "backward": {"rank": [8, 4]}}, ".backward.rank: codec 'quantize'"),
-            ({**ACCORDION, "backward": {"bits": [4, 8]}}, ".backward: bits 8 came after bits 4"),
-            ("budget", ": 'budget' is not registered (removed: recipe 'auto'"),
-        )
-    ),
+    ("replicas", {"codec": "quantize", "policy": "accordion"}, ".policy: unknown", "'quantize' with 4 bits"),
     # feedbacks
     ("forward.feedback", {"name": "ef", "scope": "sample"}, ".scope: 'sample' is not allowed", ""),
     ("backward", {"feedback": "aqsgd"}, ".feedback: 'aqsgd' is not for this direction", ""),

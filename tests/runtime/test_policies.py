@@ -160,8 +160,8 @@ def lie():
         def wrong(value):
             return value * torch.rand(value.shape, generator=generator)
 
-        target, factor = self._target, wrong(torch.ones(())).item()
-        target._norms = {number: wrong(noted) for number, noted in target._norms.items()}
+        norms, factor = self._norms, wrong(torch.ones(())).item()
+        norms._norms = {number: wrong(noted) for number, noted in norms._norms.items()}
         return stock(self, SimpleNamespace(get_lr=lambda: [factor * lr for lr in engine.get_lr()]))
 
     PolicyController._gather = gather

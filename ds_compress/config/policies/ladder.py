@@ -8,7 +8,6 @@ from ds_compress.codec import CODECS, TYPICAL, Codec, TensorSpec
 from ds_compress.config.block import DIRECTIONS, KEY
 from ds_compress.config.codec_settings import CodecSettings
 from ds_compress.config.policies.base import LadderOptions, Policy, format_rung
-from ds_compress.config.replicas import ReplicasOptions, build_replica_codec
 from ds_compress.errors import CompressionError, did_you_mean
 
 Ladder = tuple[dict[str, Any], ...]
@@ -62,36 +61,6 @@ def check(settings: CodecSettings, policy: Policy, changed: Callable[[dict[str, 
             _check_order(codecs, rungs, f"{path}.{direction}")
     for pair in itertools.product(*(range(max(1, len(options.rungs(d)))) for d in DIRECTIONS)):
         _check_together(policy, changed, every, dict(zip(DIRECTIONS, pair)), path)
-
-
-def replica_ladder(options: ReplicasOptions, policy: Policy, path: str) -> list[Codec]:
-    """Return the codec of each rung between replicas, in its feedback; empty if the policy changes nothing.
-
-    Args:
-        path: of the options, for errors.
-
-    Raises:
-        CompressionError: a ladder or a rung is not allowed.
-    """
-    if policy.name == "constant":
-        return []
-    if policy.options.forward or not policy.options.backward:
-        given = "forward" if policy.options.forward else "backward"
-        raise CompressionError(
-            f"{path}.policy.{given}: replicas exchange gradients, so there is one ladder; give backward "
-            'alone, such as {"bits": [8, 4]}'
-        )
-    rungs = policy.options.rungs("backward")
-    choice = {"name": options.codec} if isinstance(options.codec, str) else options.codec
-    _refuse_unknown(choice["name"], rungs[0], f"{path}.policy.backward", path)
-    codecs = list[Codec]()
-    for rung in rungs:
-        changed = options.model_copy(update={"codec": {**choice, **rung}})
-        codec = build_replica_codec(changed, path)
-        assert codec is not None
-        codecs.append(codec)
-    _check_order(codecs, rungs, f"{path}.policy.backward")
-    return codecs
 
 
 def _refuse_unknown(name: str, rung: dict[str, Any], path: str, place: str) -> None:
