@@ -34,6 +34,7 @@ HOST = {
     "gloo_interface": "eth0",
     "gloo_because": "the name a is 10.0.0.1",
     "way": "eth0",
+    "tcp": "cubic",
     "left_buffers": {},
 }
 
@@ -102,6 +103,12 @@ def versions(**others):
             "look",
             "a - b: 0.1 Gbit/s there, 0.1 back, 0.30 ms round trip: the interface is rated 1 Gbit/s",
             "cable",
+        ),
+        (
+            {"gbps_forward": 0.1, "gbps_backward": 0.1, "rtt_ms": 40.0},
+            "look",
+            "40.00 ms round trip: the interface is rated 1 Gbit/s",
+            "TCP follows cubic, which a few lost packets slow down: try bbr",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -21,6 +21,7 @@ AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 IP = (socket.AF_INET, socket.AF_INET6)
 LOOPBACK = "lo"
 SHARED = Path("/dev/shm")
+CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 BUFFERS = "deepspeed_allreduce_buffer_*"
 """Shared memory of DeepSpeed's all-reduce on CPUs."""
 
@@ -56,8 +57,16 @@ def facts(meeting_point: str | None = None) -> Facts:
         "gloo_interface": interface,
         "gloo_because": why,
         "way": outgoing_interface(meeting_point) if meeting_point else None,
+        "tcp": congestion_control(),
         "left_buffers": left_buffers(),
     }
+
+
+def congestion_control() -> str:
+    """Return what TCP's sending follows, such as "cubic"; empty if the system does not say it."""
+    with suppress(OSError):
+        return CONGESTION.read_text().strip()
+    return ""
 
 
 def interfaces() -> list[dict[str, Any]]:
