@@ -65,7 +65,7 @@ def data_of(launch, engine):
 def train(launch, stages, config, steps, specs="wide", launches=2):
     fp16_on_cpu()
     lines = log_lines()
-    engine = build(stages, config, SPECS[specs]())
+    engine = build(stages, config[launch] if isinstance(config, list) else config, SPECS[specs]())
     data = data_of(launch, engine)
     session = engine.ds_compress
     # all take their seats before the first round begins
@@ -116,12 +116,15 @@ def test_anchors_are_equal_after_every_round(kind, stages, delay, store):
         assert not [line for line in own["lines"] if "replica" in line]
 
 
-@pytest.mark.parametrize("delay", [0, 1, 3])
-def test_weights_are_those_of_the_simulation(delay, store):
-    config = ds_config(block(delay=delay))
-    real = run_launches(2, 2, train, 2, config, 7)
+@pytest.mark.parametrize("delay, other", [(0, CODEC), (1, CODEC), (3, CODEC), (1, {"codec": "none"})])
+def test_weights_are_those_of_the_simulation(delay, other, store):
+    """Also if the other launch has a codec of its own: it is not told here, its packets say it."""
+    config, theirs = ds_config(block(delay=delay)), block(delay=delay)
+    theirs["replicas"] |= {"feedback": "none", **other}
+    configs = [config, ds_config(theirs)]
+    real = run_launches(2, 2, train, 2, configs, 7)
     models = [simulated(wide_layers(), config, []) for _ in range(2)]
-    rounds = SimulatedRounds(models, config)
+    rounds = SimulatedRounds(models, configs)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
     data = [batches(launch * 10, shape=(8, WIDE)) for launch in range(2)]
     for _ in range(7):
