@@ -64,7 +64,6 @@ class SessionState(Options):
     policy: PolicyRecord
     guard: dict[str, float | None] = {}
     """What the guard remembers: the first loss of training."""
-    """What the policy between replicas has decided; empty: there is none."""
     depth: dict[str, Annotated[int, Field(ge=1)]] = {}
     """The depth that was chosen, and the stages and micro-batches that it is for; empty: none was."""
 
