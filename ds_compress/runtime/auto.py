@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from ds_compress.config import DIRECTIONS, KEY, Config
-from ds_compress.config.recipes import LIMITS, with_changes
+from ds_compress.config.recipes import LIMITS, Quality, with_changes
 from ds_compress.message.clock import HostClock, clock_for
 from ds_compress.message.observer import Observer, SeenMessage, observing
 from ds_compress.message.part import Change, Engine, StageView
@@ -172,10 +172,13 @@ class AutoController(DepthController):
             return None
         self.set(stage, chosen["depth"])
         step = engine.global_steps
+        block = reproducing(self._config, chosen, step, len(stage.ends[0].link.groups))
         return Change(
             _everywhere(chosen["block"], len(found.networks)),
             lambda _: print(
-                format_report(ranked, chosen, rows, self._config, step, found.workload, engine.module),
+                format_report(
+                    ranked, chosen, rows, self._quality, block, step, found.workload, engine.module
+                ),
                 flush=True,
             ),
         )
@@ -221,7 +224,8 @@ def format_report(
     ranked: Sequence[dict[str, Any]],
     chosen: dict[str, Any],
     rows: Sequence[Row],
-    config: Config,
+    quality: Quality,
+    block: dict[str, Any],
     step: int,
     workload: Workload,
     module: Any,
@@ -230,12 +234,12 @@ def format_report(
 
     Args:
         ranked: rows of `choice.rank`.
+        block: trains the same without profiling.
         module: the `PipelineModule` whose stages took the times in `workload`.
     """
-    assert config.quality is not None
-    limits = LIMITS[config.quality]
+    limits = LIMITS[quality]
     lines = [
-        f"ds_compress: recipe auto, quality {config.quality} (token errors up to {limits.forward:g} "
+        f"ds_compress: recipe auto, quality {quality} (token errors up to {limits.forward:g} "
         f"forward, errors up to {limits.backward:g} of accumulated gradients): {chosen['recipe']}, "
         f"link depth {chosen['depth']}, from step {step + 1} on; {slowest_link(rows)}",
         REPORT_COLUMNS.format(*REPORT_HEADER),
@@ -248,7 +252,7 @@ def format_report(
     if chosen["speedup"] < 1.05:
         lines.append("nothing would make a step 5 % faster than DeepSpeed's own")
     lines += format_stages(workload, module)
-    lines.append(f'"{KEY}": {json.dumps(reproducing(config, chosen, step))}')
+    lines.append(f'"{KEY}": {json.dumps(block)}')
     return "\n".join(lines)
 
 
@@ -279,10 +283,14 @@ def format_stages(workload: Workload, module: Any) -> list[str]:
     return [*lines, line]
 
 
-def reproducing(config: Config, chosen: dict[str, Any], step: int) -> dict[str, Any]:
-    """Return the block that trains the same without profiling: the user's, with the choice for the recipe."""
+def reproducing(config: Config, chosen: dict[str, Any], step: int, connections: int) -> dict[str, Any]:
+    """Return the block that trains the same without profiling: the user's, with what was chosen for recipe,
+    depth and `connections`."""
     block = config.written
     if not block.get("warmup_epochs"):
         block["warmup_steps"] = max(step, block.get("warmup_steps", 0))
     block.get("link", {}).pop("memory_gb", None)  # it limits depth "auto" alone
-    return with_changes(block, {**chosen["block"], "link": {"depth": chosen["depth"]}})
+    link = {"depth": chosen["depth"]}
+    if config.block.link.connections == "auto":
+        link["connections"] = connections
+    return with_changes(block, {**chosen["block"], "link": link})
