@@ -1,13 +1,11 @@
 """`"depth": "auto"`: chosen from what the first steps measure, alike on all ranks; a fixed one stays."""
 
-import contextlib
-import io
 import math
 
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec
-from deepspeed.runtime.pipe.schedule import BackwardPass, TrainSchedule
+from deepspeed.runtime.pipe.schedule import BackwardPass
 from torch import nn
 
 from ds_compress.runtime import stage_profile
@@ -16,7 +14,7 @@ from ds_compress.runtime.memory_use import in_use
 from ds_compress.runtime.stage_profile import COLUMNS
 from ds_compress.transport.probe import LinkMeasurement
 from tests.runtime.test_depth import at_depths, check
-from tests.support.pipeline import MICRO_BATCH, batches, build, ds_config, printed_lines, skip_steps
+from tests.support.pipeline import MICRO_BATCH, batches, build, ds_config, printed_lines
 from tests.support.pipeline_kinds import BLOCKS
 from tests.support.ranks import run_ranks
 
@@ -179,81 +177,3 @@ def test_what_a_gpu_has_free_comes_on_top_of_what_is_in_use():
 def test_the_slowest_replica_counts():
     slow = [row | {"from before": 1e5} for row in rows()]
     assert decide(rows() + slow, 32, 1, 1.0, CPU).step == decide(slow, 32, 1, 1.0, CPU).step
-
-
-DEPTH, MICRO_BATCHES, SHAPE, STEPS = 3, 6, (64, 32), 6
-SLOW = LinkMeasurement(incoming=1e5, latency=0.01)
-LADDER = {
-    "forward": {"codec": "quantize"},
-    "backward": {"codec": "topk", "feedback": "ef"},
-    "policy": {
-        "name": "accordion",
-        "every": 1,
-        "threshold": 1e5,
-        "forward": {"bits": [8, 2]},
-        "backward": {"density": [0.1, 0.05]},
-    },
-    "guard": {"every": 0},
-}
-RECIPE = {"recipe": "auto", "quality": "balanced", "guard": {"every": 0}}
-
-
-def trained(config, before, folder):
-    """Train, then again from step `before`: losses, settings by step, depths, loaded settings."""
-    stage_profile.probe = lambda sender, receiver, first: SLOW
-    engine, ran, runs, back = build(2, config), [], [], []
-    schedule = engine.ds_compress.depth.schedule
-
-    def noted(*args):
-        ran.append(schedule(*args))
-        return ran[-1]
-
-    engine.ds_compress.depth.schedule = noted
-    for _ in range(2):
-        data = batches(shape=SHAPE)
-        skip_steps(engine, data, engine.global_steps)
-        losses, settings, depths = [], [], set()
-        for step in range(engine.global_steps, STEPS):
-            losses.append(engine.train_batch(data).item())
-            settings.append(engine.ds_compress.config.in_force.codecs(0).settings)
-            depths |= _depths(engine, ran)
-            if step + 1 == before and not runs:
-                engine.save_checkpoint(str(folder), tag="before")
-        runs.append((losses, settings, depths))
-        engine.load_checkpoint(str(folder), tag="before")
-        back.append((engine.ds_compress.config.in_force.codecs(0).settings, _depths(engine, [])))
-    return runs, back
-
-
-def _depths(engine, ran):
-    """Of the engine, of its links, and of the schedules that trained since."""
-    links = {link.depth for end in engine.ds_compress.stage.ends for link in (end.link, end.extra_link)}
-    schedules = {getattr(each, "depth", 1) for each in ran if isinstance(each, TrainSchedule)}
-    ran.clear()
-    return {engine.ds_compress.depth.now} | links | schedules
-
-
-def config(block, depth):
-    size = {"gradient_accumulation_steps": MICRO_BATCHES, "train_batch_size": MICRO_BATCH * MICRO_BATCHES}
-    return ds_config({**block, "min_numel": 0, "link": {"depth": depth}}, **size)
-
-
-@pytest.mark.parametrize("block, before", [(LADDER, 1), (RECIPE, 2)], ids=["policy", "auto"])
-def test_settings_change_and_change_back_and_the_depth_stays(block, before, tmp_path):
-    with contextlib.redirect_stdout(io.StringIO()):
-        ranks = run_ranks(2, trained, config(block, DEPTH), before, tmp_path)
-    for (first, second), back in ranks:
-        (losses, settings, depths), (again, _, later) = first, second
-        assert settings[before - 1] == settings[0] != settings[-1]
-        assert [own for own, _ in back] == [settings[0]] * 2
-        assert depths == later == {DEPTH} and all(found == {DEPTH} for _, found in back)
-        same = 1 if block is RECIPE else STEPS  # it chooses anew, after three more steps
-        assert again[:same] == losses[before:][:same]
-    assert ranks[0][0][0][1] == ranks[1][0][0][1]
-
-
-def test_what_a_policy_does_at_a_depth_is_what_it_does_at_1(tmp_path):
-    deep, flat = (
-        run_ranks(2, trained, config(LADDER, depth), 1, tmp_path / str(depth))[0][0] for depth in (DEPTH, 1)
-    )
-    assert [run[:2] for run in deep] == [run[:2] for run in flat]
