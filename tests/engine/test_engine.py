@@ -1,6 +1,7 @@
 """The mixin on real ranks: bytes, evaluation, announcements, and the ways other projects use the engine."""
 
 import itertools
+import json
 from types import SimpleNamespace
 
 import deepspeed
@@ -9,6 +10,7 @@ import torch
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from ds_compress.cli import main
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from tests.support import programs
@@ -54,18 +56,28 @@ def count_bytes(block, stages):
 
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("codec", ["none", "bf16", "topk"])
-def test_reported_bytes_are_those_handed_to_the_transport(codec, link):
+def test_reported_bytes_are_those_handed_to_the_transport(codec, link, tmp_path, capsys):
+    """`ds-compress check` says them before."""
     block = {
         "forward": {"codec": codec},
         "backward": {"codec": "bf16"},
         "min_numel": 0,
         "link": {"mode": link},
     }
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(ds_config(block)))
+    assert main(["check", str(file), "--stages", "3", "--shape", f"{MICRO_BATCH},8,{WIDTH}", "--json"]) == 0
+    trained, evaluated = 3 * MICRO_BATCHES, MICRO_BATCHES
+    expected = {rank: [0, 0] for rank in range(3)}
+    for row in json.loads(capsys.readouterr().out):
+        is_forward = row["direction"] == "forward"
+        sender, messages = (row["boundary"] + (not is_forward), trained + evaluated * is_forward)
+        expected[sender][0] += messages
+        expected[sender][1] += messages * row["wire_bytes"]
     for rank, counted in enumerate(run_ranks(3, count_bytes, block, 3)):
-        assert counted["handed_over"] == counted["wire_bytes"] > 0
-        trained, evaluated = 3 * MICRO_BATCHES, MICRO_BATCHES
-        directions = {0: trained + evaluated, 1: 2 * trained + evaluated, 2: trained}
-        assert counted["packets"] == counted["messages"] == directions[rank]
+        messages, wire_bytes = expected[rank]
+        assert counted["packets"] == counted["messages"] == messages
+        assert counted["handed_over"] == counted["wire_bytes"] == wire_bytes
 
 
 def train_and_evaluate(block, evaluations):
@@ -106,11 +118,6 @@ def test_one_line_on_rank_0_says_what_is_active():
     assert "4,096 -> 448 bytes (9.14x); boundary 1: forward bf16 4,096 -> 2,080 bytes" in first[0]
 
 
-def test_disabled_block_changes_nothing():
-    results = run_ranks(2, train, 2, ds_config({**TOPK, "enabled": False}))
-    assert [result["class"] for result in results] == ["PipelineEngine"] * 2
-
-
 def call_directly():
     """Some projects drive the engine by hand (a sampling loop, for example) with a positional argument."""
     engine = build(2, ds_config(TOPK))
@@ -129,42 +136,34 @@ def test_direct_calls_are_compressed_too():
     assert run_ranks(2, call_directly) == [1, 4 * 26]
 
 
-def patched_map(when):
-    """Projects replace entries of the instruction map: in a subclass before, or in DeepSpeed's map after."""
+def patched_map():
+    """Projects replace entries of the instruction map after the engine is there."""
     called = []
-
-    def patch():
-        original = PipelineEngine._INSTRUCTION_MAP[schedule.SendActivation]
-
-        def send(self, buffer_id):
-            called.append(buffer_id)
-            original(self, buffer_id)
-
-        PipelineEngine._INSTRUCTION_MAP[schedule.SendActivation] = send
-
-    if when == "before":
-        patch()
     engine = build(2, ds_config(TOPK))
-    if when == "after":
-        patch()
+    original = PipelineEngine._INSTRUCTION_MAP[schedule.SendActivation]
+
+    def send(self, buffer_id):
+        called.append(buffer_id)
+        original(self, buffer_id)
+
+    PipelineEngine._INSTRUCTION_MAP[schedule.SendActivation] = send
     engine.train_batch(batches())
     return len(called), sum(channel.sent.messages for channel in engine.ds_compress.stage.sending)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_patched_instructions_stay_in_force(when):
-    assert run_ranks(2, patched_map, when) == [(MICRO_BATCHES, MICRO_BATCHES), (0, MICRO_BATCHES)]
+def test_patched_instructions_stay_in_force():
+    assert run_ranks(2, patched_map) == [(MICRO_BATCHES, MICRO_BATCHES), (0, MICRO_BATCHES)]
 
 
 def two_engines():
-    """A second engine without the block, as a reference model, is not touched by the first."""
-    compressed, stock = build(2, ds_config(TOPK)), build(2, ds_config())
+    """A second engine with the block switched off, as a reference model, is not touched by the first."""
+    compressed, stock = build(2, ds_config(TOPK)), build(2, ds_config({**TOPK, "enabled": False}))
     data = batches()
     alternating = [engine.train_batch(data).item() for engine in (compressed, stock, compressed, stock)]
     return alternating, type(compressed).__name__, type(stock).__name__
 
 
-def test_engines_with_and_without_the_block_in_one_process():
+def test_engines_with_the_block_on_and_off_in_one_process():
     losses, *classes = run_ranks(2, two_engines)[0]
     assert classes == ["CompressedPipelineEngine", "PipelineEngine"]
     assert len(set(losses)) == 4
