@@ -265,19 +265,6 @@ def test_of_a_wheel_the_best_library_is_used(tree, tmp_path):
     assert use(site) == (str(best), [])
 
 
-def test_a_machine_where_nothing_can_be_written_uses_the_kernels():
-    """Kernels were once compiled into the user's cache: without one, codecs were several times slower."""
-    if library.load() is None:
-        pytest.skip("no compiled kernels")
-    nowhere = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME"), "/sys/ds_compress")
-    assert use(ROOT, **nowhere, CXX="no-such-compiler") == (str(library.file(library.instruction_set())), [])
-
-
-def test_nothing_is_left_in_the_home_of_a_user(tmp_path):
-    use(ROOT, HOME=str(tmp_path), XDG_CACHE_HOME=str(tmp_path / ".cache"))
-    assert not [path for path in tmp_path.rglob("*") if "ds_compress" in path.name]
-
-
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "g++ '"])
 @pytest.mark.extended(keep=1)
 def test_without_a_compiler_the_package_is_installed_and_warns_once(compiler, tree, tmp_path):

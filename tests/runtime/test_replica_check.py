@@ -162,19 +162,6 @@ def test_dualpipev():
     assert [rank["held"][2 * EVERY - 1] for rank in ranks] == [counts, counts]
 
 
-def test_a_boundary_in_a_longer_pipeline():
-    damage = (2, EVERY + 2, "backward")
-    ranks = run_ranks(3, train, 3, config("ef21"), damage)
-    assert in_step(ranks)
-    (line,) = (line for rank in ranks for line in rank["warnings"])
-    assert line.startswith("boundary 1, backward: ")
-    assert [rank["held"][2 * EVERY - 1] for rank in ranks] == [
-        {(0, "forward"): 1, (0, "backward"): 1},
-        {(0, "forward"): 1, (0, "backward"): 1, (1, "forward"): 1, (1, "backward"): 0},
-        {(1, "forward"): 1, (1, "backward"): 0},
-    ]
-
-
 def count_gathers(settings):
     engine = build(2, settings)
     calls = []
