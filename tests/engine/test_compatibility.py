@@ -1,9 +1,5 @@
 """Programs that do more with the engine than DeepSpeed's examples train the same with ds_compress."""
 
-import json
-import re
-import sys
-
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec
@@ -14,10 +10,8 @@ from deepspeed.runtime.pipe.schedule import SendActivation
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import nn
 
-from ds_compress.config import Config
 from tests.support import engine_subclasses as engines
 from tests.support import programs
-from tests.support.launch_scripts import ROOT
 from tests.support.pipeline import (
     MICRO_BATCH,
     MICRO_BATCHES,
@@ -96,6 +90,21 @@ def compiled(engine):
     engine.compile(backend="eager")
 
 
+def image_layers():
+    """A small network of convolutions, as that of DeepSpeed's pipeline test on CIFAR-10."""
+    return [
+        LayerSpec(nn.Conv2d, 3, 16, 3, 2, 1), nn.ReLU(), LayerSpec(nn.Conv2d, 16, 32, 3, 2, 1), nn.ReLU(),
+        lambda x: x.mean(dim=(2, 3)), LayerSpec(nn.Linear, 32, 32), nn.ReLU(), LayerSpec(nn.Linear, 32, 10),
+    ]  # fmt: skip
+
+
+def images():
+    generator = torch.Generator().manual_seed(3)
+    while True:
+        images = torch.randn(MICRO_BATCH, 3, 16, 16, generator=generator)
+        yield images, torch.randint(10, (MICRO_BATCH,), generator=generator)
+
+
 PROGRAMS = {
     "instructions of its own": Program(OwnInstructions, stages=3),
     "two messages a micro-batch": Program(with_schedule(programs.TwiceSchedule)),
@@ -135,6 +144,9 @@ PROGRAMS = {
     ),
     "preference training": Program(engines.Preference, stages=3, after_batch=evaluate),
     "a late optimizer": Program(config={"optimizer": None}, prepare=late_optimizer),
+    "a convolutional network": Program(
+        stages=4, specs=image_layers, data=images, module={"loss_fn": nn.CrossEntropyLoss()}
+    ),
     "compiled": Program(prepare=compiled, blocks=programs.LOSSLESS),
 }  # fmt: skip
 
@@ -229,47 +241,6 @@ def test_without_the_key_nothing_of_deepspeed_is_changed():
     assert run_ranks(2, changed_by_training, {}) == [("CompressedPipelineEngine", {"send", "recv"})] * 2
 
 
-def image_layers():
-    """A small network of convolutions, as that of DeepSpeed's pipeline test on CIFAR-10."""
-    return [
-        LayerSpec(nn.Conv2d, 3, 16, 3, 2, 1), nn.ReLU(), LayerSpec(nn.Conv2d, 16, 32, 3, 2, 1), nn.ReLU(),
-        lambda x: x.mean(dim=(2, 3)), LayerSpec(nn.Linear, 32, 32), nn.ReLU(), LayerSpec(nn.Linear, 32, 10),
-    ]  # fmt: skip
-
-
-def images():
-    """Endless batches of noisy images of ten classes."""
-    generator = torch.Generator().manual_seed(3)
-    means = torch.randn(10, 3, 16, 16, generator=generator)
-    while True:
-        labels = torch.randint(0, 10, (8,), generator=generator)
-        yield means[labels] + torch.randn(8, 3, 16, 16, generator=generator), labels
-
-
-@pytest.mark.parametrize("stages, ranks", [(2, 2), (4, 4), (2, 4)])
-@pytest.mark.extended
-def test_a_convolutional_network_for_100_steps(stages, ranks):
-    """DeepSpeed's TestPipeCifar10, on data that this file makes: pipelines, and a pipeline with replicas."""
-    config = {
-        "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4,
-        "train_batch_size": 32 * ranks // stages,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "torch_adam": True}},
-    }  # fmt: skip
-    program = Program(
-        stages=stages, specs=image_layers, data=images, config=config, steps=100,
-        module={"loss_fn": nn.CrossEntropyLoss(), "partition_method": "uniform"},
-    )  # fmt: skip
-    runs = run_ranks(ranks, stock_and_eager, program)[0]
-    assert runs["eager"]["losses"] == runs["stock"]["losses"]
-    assert runs["quantize"]["losses"] == pytest.approx(runs["stock"]["losses"], rel=0.2)
-    assert runs["stock"]["losses"][-1] < 0.8 * runs["stock"]["losses"][0]
-
-
-def stock_and_eager(program):
-    blocks = {"stock": None, "eager": {}, "quantize": programs.EIGHT_BITS}
-    return {name: programs.train(program, block) for name, block in blocks.items()}
-
-
 def sends_another_buffer(block):
     """Losses of an engine that sends from a spare buffer what it makes of an output."""
     engine, data = build(2, ds_config(block)), batches()
@@ -317,40 +288,3 @@ def by_hand(block):
 def test_a_mask_crosses_as_it_is_before_any_schedule():
     block = {"forward": {"codec": {"name": "topk", "density": 0.1}}, "tensors": [0, 1], "min_numel": 64}
     assert run_ranks(2, by_hand, block) == run_ranks(2, by_hand, None)
-
-
-PAGE = (ROOT / "docs" / "integrations.md").read_text()
-
-
-def pasted(language):
-    (found,) = re.findall(rf"```{language}\n(.*?)```", PAGE, re.S)
-    return found
-
-
-def test_the_json_is_a_block():
-    (block,) = json.loads(f"{{{pasted('json')}}}").values()
-    assert Config(block).in_force.codecs(0).forward.options.bits == 4
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
-def test_the_toml_is_the_same_block():
-    import tomllib
-
-    assert tomllib.loads(pasted("toml")) == json.loads(f"{{{pasted('json')}}}")
-
-
-def test_what_is_passed_on_without_a_table_switches_everything_off():
-    (default,) = re.findall(r"config\.get\('ds_compress', (.*)\)", pasted("diff"))
-    assert json.loads(default.replace("'", '"').replace("False", "false")) == {"enabled": False}
-
-
-def test_the_entry_of_gpt_neox_holds_the_same_block():
-    (entry,) = json.loads(f"{{{pasted('yaml')}}}").values()
-    assert entry == json.loads(f"{{{pasted('json')}}}")
-
-
-def test_tests_that_are_named_are_there():
-    table = PAGE.partition("| what they do |")[2]
-    rows = [line.split("|")[-2].strip() for line in table.splitlines() if line.startswith("| ")]
-    named = {name for row in rows for name in row.split("; ")}
-    assert len(named) == 9 and named <= PROGRAMS.keys()

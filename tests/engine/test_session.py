@@ -1,6 +1,5 @@
 """What ds_compress puts on DeepSpeed's engine: one attribute, whose parts know nothing of each other."""
 
-import re
 import types
 
 import pytest
@@ -9,8 +8,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.config.replicas import STORE
 from ds_compress.engine.mixin import CompressedEngine
-from ds_compress.engine.session import Session
-from tests.support.launch_scripts import ROOT
 from tests.support.pipeline import batches, build, ds_config
 from tests.support.ranks import run_ranks
 from tests.support.replicas import wide_layers
@@ -115,14 +112,3 @@ def test_the_mixin_adds_one_name_to_the_class():
     """An engine of another project may have methods of any name."""
     own = {name for name in vars(CompressedEngine) if not name.startswith("__")}
     assert own - set(dir(PipelineEngine)) == {"_AROUND"}
-
-
-def test_reaching_is_found():
-    class SessionPart:
-        __module__ = "ds_compress.test"
-
-    first, second, third = SessionPart(), SessionPart(), SessionPart()
-    first.hook, second.parts = lambda: second, [{"third": third}]
-    assert {id(second), id(third)} <= reached(first, []).keys()
-    assert id(third) not in reached(first, [second])
-    assert id(Session) not in reached(first, [])
