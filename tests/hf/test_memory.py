@@ -1,6 +1,5 @@
-"""No rank holds the whole model, only its share: `python -m tests.hf.test_memory` prints a table."""
+"""No rank holds the whole model, only its share."""
 
-import tempfile
 from pathlib import Path
 
 import deepspeed
@@ -72,18 +71,3 @@ def test_a_rank_takes_its_share_and_a_constant(tmp_path):
             assert found["parameters"] < 1.15 * 255 * MB / stages
             assert found["loading"] < found["parameters"] + 100 * MB
             assert found["training"] < found["parameters"] + CONSTANT
-
-
-def main() -> None:
-    print("| stages | rank | parameters, MB | peak while loading, MB | peak while training, MB |")
-    print("|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks(1, save, Path(folder))  # what this process once had, its children would have to spare
-        for stages in (1, 2, 4):
-            for rank, found in enumerate(run_ranks(stages, measured, Path(folder), stages)):
-                cells = (f"{found[name] / MB:.0f}" for name in ("parameters", "loading", "training"))
-                print(f"| {stages} | {rank} | {' | '.join(cells)} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

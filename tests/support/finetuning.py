@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -45,21 +45,6 @@ DS_CONFIG: dict[str, Any] = {
     "steps_per_print": 100000,
 }
 """Without the block."""
-
-
-PERPLEXITY = """
-import sys
-from pathlib import Path
-from transformers import AutoModelForCausalLM
-from tests.support.finetuning import perplexity
-
-model = AutoModelForCausalLM.from_pretrained(sys.argv[2])
-if sys.argv[3:]:
-    from peft import PeftModel
-    model = PeftModel.from_pretrained(model, sys.argv[3])
-print(perplexity(Path(sys.argv[1]), model))
-"""
-"""Arguments: train.json, a model, and an adapter if there is one."""
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -181,13 +166,6 @@ def perplexity(path: Path, model: Any) -> float:
     return math.exp(sum(found) / len(found))
 
 
-def perplexity_of_folder(path: Path, model: Path, adapter: Path | None = None) -> float:
-    """The same, by Transformers, and peft where there is an adapter, in a process of its own."""
-    words = [sys.executable, "-c", PERPLEXITY, str(path), str(model), *([str(adapter)] if adapter else [])]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment())
-    return float(done.stdout.splitlines()[-1])
-
-
 def losses(out: Path) -> dict[int, float]:
     """The loss of every step, the last one where a step was run twice."""
     rows = [json.loads(line) for line in (out / "losses.jsonl").read_text().splitlines()]
@@ -201,35 +179,6 @@ def copy_of(path: Path, folder: Path) -> Path:
     shutil.copyfile(path, folder / path.name)
     (folder / path.name).write_text(json.dumps(settings))
     return folder / path.name
-
-
-FOLDER = "DS_COMPRESS_DATA"
-"""Variable of the environment: a folder with wikitext2/{train,valid}.txt and gpt2_tokenizer/."""
-
-
-class Material(NamedTuple):
-    tokenizer: Any
-    width: int
-    """Hidden size."""
-    first: str
-    """Text for the first training, which starts from random weights."""
-    second: str
-    """For the adapters."""
-    held_out: str
-
-
-def material() -> Material:
-    """Real text where the environment says where it is."""
-    if os.environ.get(FOLDER):
-        folder = Path(os.environ[FOLDER])
-        train, valid = ((folder / "wikitext2" / f"{part}.txt").read_text() for part in ("train", "valid"))
-        known = AutoTokenizer.from_pretrained(folder / "gpt2_tokenizer")
-        return Material(known, 128, train[:600_000], train[600_000:1_000_000], valid[:60_000])
-    drawn = text(400).split("\n\n")
-    first, second, held_out = (
-        "\n\n".join(drawn[at]) for at in (slice(200), slice(200, 350), slice(350, 400))
-    )
-    return Material(tokenizer(), 32, first, second, held_out)
 
 
 logging.disable_progress_bar()
