@@ -235,7 +235,6 @@ def test_runs_as_a_module_and_prints_nothing_but_json():
 LONG = {"name": "topk", "density": 0.123456, "indices": "rice", "values": {"name": "quantize", "bits": 4}}
 LONG_BLOCK = {"forward": {"codec": LONG, "feedback": "ef21"}, "backward": {"codec": "bf16"}}
 SIZES = ["--stages", "3", "--shape", "4,1024,4096"]
-WORKLOAD = ["--micro-batches", "8", "--forward-ms", "16", "--gbps", "1", "--codec-gbps", "1000"]
 WIDTHS = [40, 80, 100, 300]
 
 
@@ -262,29 +261,9 @@ def test_check(width, printed):
     assert "…" not in out and "wire bytes" in out
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.extended(keep=2)
-def test_advise(width, printed):
-    arguments = ["advise", *SIZES, *WORKLOAD, "--recipe", "DS_CONFIG"]
-    out = printed(width, *arguments)
-    for row in json.loads(printed(width, *arguments, "--json"))["rows"]:
-        assert row["recipe"] in out and row["link"] in out and f"{1e3 * row['step_s']:.1f}" in out
-    assert "…" not in out and "limited by" in out
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.extended(keep=2)
-def test_bench(width, printed, tmp_path):
-    out = printed(width, "bench", "--shape", "2,64", "--codec", json.dumps(LONG))
-    assert "topk(density=0.123456, indices=rice, values={'name': 'quantize', 'bits': 4})" in out
-    assert "…" not in out and "round trip" in out
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.extended(keep=2)
-def test_list(width, printed):
-    out = printed(width, "list")
-    assert max(map(len, out.splitlines())) <= max(width, 60)  # a word longer than a line stays whole
+def test_list(printed):
+    out = printed(40, "list")
+    assert max(map(len, out.splitlines())) <= 60  # a word longer than a line stays whole
     words = " ".join(out.split())
     for entries in reference().values():
         for entry in entries:

@@ -29,47 +29,19 @@ def block_with(path: str, value: object) -> object:
 
 BAD = [
     ("foward", {}, ": unknown key", "did you mean 'forward'"),
-    ("codec", "topk", ": unknown key", "allowed: enabled, recipe, quality, forward"),
     ("enabled", "yes", ": 'yes'", 'allowed: true, false, "required"'),
-    ("forward", "topk", ": 'topk'", "object"),
     ("forward.codec", "top_k", ": 'top_k' is not registered", "did you mean 'topk'"),
-    ("backward.codec", {"name": "top_k"}, ".name: 'top_k' is not", "known: "),
     ("forward.codec", {"bits": 4}, ".name: missing", "known: "),
-    ("forward.codec", None, ": None is neither", "known: "),
-    ("forward.codec", {"name": ["topk"]}, ".name: ['topk']", "known: "),
-    ("forward.codec", topk(k=5), ".k: unknown key", "density"),
-    ("forward.codec", topk(density=-0.1), ".density", "greater than 0"),
-    ("forward.codec", topk(density="0.1"), ".density: '0.1'", "number"),
-    ("forward.codec", topk(density=float("nan")), ".density: nan", ""),
-    ("forward.codec", topk(indices="bitmsk"), ".indices", "'bitmask'"),
     ("forward.codec", topk(indices="reuse"), ": topk(", "backward"),
     ("forward.codec", quantize(bits=4.5), ".bits: 4.5", "integer"),
-    ("forward.codec", quantize(bits=True), ".bits: True", "integer"),
-    ("forward.codec", {"name": "minmax", "bits": 32}, ".bits: 32", "less than"),
-    ("forward.codec", {"name": "none", "bits": 4}, ".bits: unknown", "allowed: none"),
-    ("forward.feedback", {"name": "none", "beta": 1}, ".beta: unknown key", ""),
-    ("boundaries", [], ": []", "should be an object"),
-    ("boundaries", {"first": {}}, "", "'first' is not the number of a boundary"),
-    ("boundaries.1.backward.codec", topk(density=2), ".density: 2", "less than"),
-    ("warmup_steps", -1, ": -1", "greater than or equal to 0"),
     ("eval", "on", ": 'on' is not allowed", "'compressed', 'uncompressed'"),
     ("tensors", "small", ": 'small'", 'allowed: "large", or a list'),
     ("tensors", [0, -1], ": [0, -1]", "positions from 0"),
-    ("tensors", [True], ": [True]", "a list of positions"),
-    ("link.depth", 33, ": 33", "equal to 32"),
     ("link", {"depth": 2, "mode": "blocking"}, ".depth: 2 is not allowed with mode 'blocking'", "use mode"),
     ("link.depth", "auot", ": 'auot' is not allowed", "did you mean 'auto'"),
-    ("link.depth", True, ": True is not allowed", "integer"),
-    ("link.connections", 0, ": 0", "greater than or equal to 1"),
-    ("link.connections", 17, ": 17", "less than or equal to 16"),
     ("link.connections", "x", ": 'x'", "allowed: 'auto'"),
-    ("link.connections", "auot", ": 'auot' is not allowed", "did you mean 'auto'"),
-    ("link.connections", 2.5, ": 2.5", "integer"),
-    ("link.connections", True, ": True", "integer"),
     ("link", {"connections": 2, "mode": "blocking"}, ".connections: 2 is not allowed with mode", "use mode"),
     ("link", {"connections": "auto", "mode": "blocking"}, ".connections: 'auto' is not allowed", "use mode"),
-    ("link.checksum", 1, ": 1", "valid boolean"),
-    ("checkpoint", {"state": "int8"}, ".state: unknown key", "allowed: codec"),
     # words of earlier releases are refused with the new one: none is misread, none is guessed at
     ("forward.codec", quantize(hadamard="auto"), ".hadamard: 'auto' is not allowed", "a valid boolean"),
     (
@@ -85,7 +57,7 @@ BAD = [
     # recipes
     *(
         ("recipe", wrong, f": {wrong!r} is not a recipe", "; known: ")
-        for wrong in ("quant4_9", "", 5, ["topk10"], {}, True, "../recipes/topk10", "topk10.json")
+        for wrong in ("quant4_9", 5, "../recipes/topk10", "topk10.json")
     ),
     ("recipe", "topk_10", ": 'topk_10' is not a recipe (did you mean 'topk10'?)", "topk10"),
     ("recipe", "autos", ": 'autos' is not a recipe (did you mean 'auto'?)", ""),

@@ -3,11 +3,8 @@
 import itertools
 import json
 
-import jsonschema
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ds_compress.cli import main
 from ds_compress.config import DIRECTIONS, KEY, Config, recipes
@@ -66,20 +63,6 @@ def test_single_keys_and_boundaries_change_it():
     assert config.in_force.codecs(0).settings == Config({"recipe": "quant4_8"}).in_force.codecs(0).settings
 
 
-def test_null_is_no_recipe():
-    assert settings({"recipe": None, "seed": 3}) == settings({"seed": 3})
-
-
-@given(name=st.sampled_from(NAMES), seed=st.integers(0, 100), codec=st.sampled_from(["bf16", "fp8", "none"]))
-def test_files_are_never_changed(name, seed, codec):
-    before = settings({"recipe": name})
-    own = {"forward": {"codec": codec, "feedback": "none"}, "backward": {"codec": codec, "feedback": "none"}}
-    changed = settings({"recipe": name, "seed": seed, **own})
-    assert changed["seed"] == seed
-    assert all(changed[direction]["name"] == codec for direction in DIRECTIONS)
-    assert settings({"recipe": name}) == before
-
-
 def test_the_list(capsys):
     assert main(["list", "--recipes"]) == 0
     shown = capsys.readouterr().out
@@ -91,11 +74,6 @@ def test_the_list(capsys):
     assert rows["quant4_8"]["bits_forward"] == pytest.approx(4.25, abs=0.01)
     assert rows["quant4_8"]["bits_backward"] == pytest.approx(8.25, abs=0.01)
     assert all(settings(row["block"]) == settings({"recipe": name}) for name, row in rows.items())
-
-
-def test_the_list_is_no_page_of_the_docs(capsys):
-    assert main(["list", "--recipes", "--markdown"]) == 2
-    assert "--markdown: not allowed with --recipes" in capsys.readouterr().err
 
 
 def test_the_first_line_names_it():
@@ -125,12 +103,6 @@ def test_auto_alone_is_enough():
     assert Config({}).quality is None
 
 
-@pytest.mark.parametrize("quality", LIMITS)
-def test_every_class_of_auto(quality):
-    config = Config({**AUTO, "quality": quality, "link": {"depth": 2}, "warmup_steps": 9})
-    assert (config.quality, config.block.link.depth, config.warmup_steps) == (quality, 2, 9)
-
-
 def test_classes_are_in_order():
     limits = list(LIMITS.values())
     assert limits[0].forward == limits[0].backward == 0
@@ -155,18 +127,3 @@ def test_what_auto_adopts_is_the_block_without_the_name():
 def test_auto_is_not_simulated():
     with pytest.raises(CompressionError, match=r"^ds_compress.recipe: 'auto' is not simulated.*block"):
         simulate(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), {KEY: AUTO}, cuts=[1])
-
-
-def test_the_schema_knows_auto(capsys):
-    assert main(["schema"]) == 0
-    schema = json.loads(capsys.readouterr().out)
-    jsonschema.validate({KEY: {**AUTO, "quality": "balanced"}}, schema)
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({KEY: {**AUTO, "quality": "good"}}, schema)
-
-
-def test_check_says_what_auto_sends_until_then(capsys, tmp_path):
-    file = tmp_path / "ds_config.json"
-    file.write_text(json.dumps({KEY: AUTO}))
-    assert main(["check", str(file), "--stages", "2", "--shape", "4,1024", "--json"]) == 0
-    assert {row["codec"] for row in json.loads(capsys.readouterr().out)} == {"none"}
