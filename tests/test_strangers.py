@@ -1,16 +1,9 @@
 """Strangers on every port that a job listens on, torch's among them: the job goes on."""
 
 import contextlib
-import json
 import os
-import subprocess
-import sys
 import threading
-import time
 
-import psutil
-
-from launch.ports import reserved_port
 from tests.support.network import disturb, flood, listening_ports
 from tests.support.pipeline import batches, build, ds_config
 from tests.support.ranks import run_ranks
@@ -50,27 +43,3 @@ def train(has_strangers, steps=6):
 
 def test_training_goes_on():
     assert run_ranks(2, train, True) == run_ranks(2, train, False)
-
-
-def test_doctor_goes_on():
-    with reserved_port() as port:
-        places = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": "0"}
-        command = [sys.executable, "-m", "ds_compress", "doctor", "--json", "--timeout", "300"]
-        first = {**os.environ, **places, "RANK": "0"}
-        ranks = [subprocess.Popen(command, env=first, stdout=subprocess.PIPE, text=True)]
-        try:
-            while ranks[0].poll() is None and not listening_ports(ranks[0].pid):
-                disturb([port])
-                time.sleep(PAUSE)
-            disturb(listening_ports(ranks[0].pid))
-            ranks.append(subprocess.Popen(command, env={**first, "RANK": "1"}, stdout=subprocess.PIPE))
-            while any(each.poll() is None for each in ranks):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    disturb(listening_ports(*(each.pid for each in ranks)))
-                time.sleep(PAUSE)
-            (link,) = json.loads(ranks[0].stdout.read())["links"]
-        finally:
-            for each in ranks:
-                each.kill()
-                each.communicate()
-    assert [each.returncode for each in ranks] == [0, 0] and link["ranks"] == [0, 1]

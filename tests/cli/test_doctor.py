@@ -193,19 +193,13 @@ def ranks(count, world, *more, first=0):
         return [(*process.communicate(), process.returncode) for process in processes]
 
 
-def test_under_a_launcher_rank_0_tells():
-    (out, _, code), *others = ranks(3, 3, "--json")
-    assert code == 0 and [(out, code) for out, _, code in others] == [("", 0)] * 2
-    found = json.loads(out)
-    assert [link["ranks"] for link in found["links"]] == [[0, 1], [1, 2]]
-    assert all(0 < link[f"gbps_{way}"] < 1e4 for link in found["links"] for way in ("forward", "backward"))
-
-
 def test_links_between_replicas_under_a_launcher():
-    """Two replicas, each on two machines."""
-    (out, _, code), *_ = ranks(4, 4, "--json", "--replicas", "2")
-    assert code == 0
-    assert [link["ranks"] for link in json.loads(out)["links"]] == [[0, 1], [0, 2], [1, 2], [1, 3], [2, 3]]
+    """Two replicas, each on two machines; rank 0 tells."""
+    (out, _, code), *others = ranks(4, 4, "--json", "--replicas", "2")
+    assert code == 0 and [(out, code) for out, _, code in others] == [("", 0)] * 3
+    links = json.loads(out)["links"]
+    assert [link["ranks"] for link in links] == [[0, 1], [0, 2], [1, 2], [1, 3], [2, 3]]
+    assert all(0 < link[f"gbps_{way}"] < 1e4 for link in links for way in ("forward", "backward"))
     (_, message, code), *_ = ranks(1, 1, "--replicas", "2")
     assert code == 2 and "--replicas: 2 is not allowed: should divide the 1 processes" in message
 

@@ -156,7 +156,7 @@ def mean(measure, choice, messages):
         ("cnn", 0, {"bits": 0.8}, TENTH),
     ],
 )
-@pytest.mark.extended(keep=6)
+@pytest.mark.extended(keep=3)
 def test_reaches_the_error_of_another_setting_in_fewer_bits(model, direction, ours, other):
     messages, choice = getattr(captured, model)()[direction], {"name": "entropy", **ours}
     assert mean(bits_per_value, choice, messages) <= ours["bits"] < mean(bits_per_value, other, messages)

@@ -47,7 +47,7 @@ def backend(request, monkeypatch):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("choice", choices(), ids=label)
-@pytest.mark.extended(keep=40)
+@pytest.mark.extended(keep=15)
 def test_the_ends_of_the_range_arrive_finite(choice, dtype, backend):
     """They arrived as inf or nan where a difference, a sum or a cast left the range; with learned bases and
     weights all later messages did."""
@@ -107,7 +107,7 @@ def pairs():
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("feedback, choice", pairs(), ids=str)
-@pytest.mark.extended(keep=40)
+@pytest.mark.extended(keep=15)
 def test_feedback_forgets_the_ends_of_the_range(feedback, choice, dtype, backend):
     """The state of ef21 was inf from then on, and the residual of ef as large as what it had lost. A mask of
     `finfo.min` in the warm-up became state, too: every later message arrived as nan."""

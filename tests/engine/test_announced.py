@@ -172,7 +172,7 @@ def leave(which, how, stages, blocks):
     "how, which, stages",
     [("data", 0, 2), ("data", 1, 2), ("data", 2, 3), ("backward", 1, 2), ("backward", 0, 3)],
 )
-@pytest.mark.extended(keep=3)
+@pytest.mark.extended(keep=1)
 def test_every_rank_names_one_that_left_a_batch(how, which, stages, capfd):
     """With caught errors the others waited, and blamed the rank for not answering; with others they said that
     a connection was closed."""

@@ -14,14 +14,13 @@ from tests.support.pipeline import batches, build
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", type=int)
-parser.add_argument("--configs", nargs="+", help="one file for all ranks, or one a rank")
+parser.add_argument("--config", type=Path)
 args = parser.parse_args()
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 deepspeed.init_distributed(dist_backend="gloo", verbose=False)
 rank = torch.distributed.get_rank()
-config = json.loads(Path(args.configs[rank % len(args.configs)]).read_text())
-engine = build(torch.distributed.get_world_size(), config)
+engine = build(torch.distributed.get_world_size(), json.loads(args.config.read_text()))
 print(f"rank {rank} engine {type(engine).__module__}.{type(engine).__name__}", flush=True)
 data = batches()
 for _ in range(3):

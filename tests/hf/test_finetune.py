@@ -37,7 +37,7 @@ def test_perplexity_falls_and_progress_is_told(run):
 
 
 @pytest.mark.parametrize("launcher", ["deepspeed", "accelerate"])
-@pytest.mark.extended(keep=1)
+@pytest.mark.extended
 def test_every_launcher_trains_the_same(run, tmp_path, launcher):
     path, output = run
     copy = copy_of(path, tmp_path / "copy")

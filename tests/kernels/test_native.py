@@ -42,7 +42,7 @@ def test_every_source_compiles_without_a_warning(source, target, tmp_path):
 
 
 @EACH_TARGET
-@settings(max_examples=200, deadline=None, database=None)
+@settings(max_examples=80, deadline=None, database=None)
 @given(
     bits=st.integers(1, 8),
     size=st.sampled_from([8, 16, 24, 32, 40, 64, 128, 256, 1024, 4096]),

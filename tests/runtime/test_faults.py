@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.support.faults import FAULTS, HARMLESS, WHILE_PROBED, run
+from tests.support.faults import FAULTS, WHILE_PROBED, run
 
 SILENT = r"rank {at} (did not answer within|was not heard of for) 3 s"
 GONE = r"rank {at} is gone|Connection (closed|reset) by peer"
@@ -66,7 +66,7 @@ def test_living_ranks_stop(fault, at, mode, depth):
 
 
 @pytest.mark.parametrize("fault, at", [("kill-probe", 1), ("stop-probe", 2)])
-@pytest.mark.extended(keep=1)
+@pytest.mark.extended
 def test_living_ranks_stop_while_connections_are_probed(fault, at):
     check(fault, at, run(fault, at, "eager"), WHILE_PROBED[fault].silent)
 
@@ -77,12 +77,3 @@ def check(fault, at, endings, is_silent):
     assert all(ending.code == 1 for ending in living), living
     assert all(len(ending.messages) == 1 and not ending.chained for ending in living), living
     assert any(re.search(SAYS[fault].format(at=at), ending.messages[0]) for ending in living), living
-
-
-@pytest.mark.parametrize("at", [0, 2])
-@pytest.mark.extended(keep=1)
-def test_a_rank_that_ends_first_is_no_fault(at):
-    """The others are inside their last step for longer than the time-out, but nobody is needed for it."""
-    (fault,) = HARMLESS
-    for ending in run(fault, at, "eager"):
-        assert ending.code == 0 and not ending.messages, ending

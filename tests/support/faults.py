@@ -24,7 +24,6 @@ from tests.support.pipeline import MICRO_BATCHES, WIDTH, batches, build, ds_conf
 from tests.support.replicas import WIDE, wide_layers
 
 STEP_OF_FAULT = 2
-LONG = 12.0  # seconds, more than the time-out of these runs and all grace
 
 
 def kill():
@@ -74,21 +73,6 @@ def before(engine, method, action):
         return original(*args, **kwargs)
 
     setattr(engine, method, call)
-
-
-def delay_last_step(engine):
-    """In the last step, when nobody is needed for it any more."""
-    original, calls = engine._aggregate_total_loss, 0
-
-    def call():
-        nonlocal calls
-        calls += 1
-        loss = original()
-        if calls == STEP_OF_FAULT + 2:
-            time.sleep(LONG)
-        return loss
-
-    engine._aggregate_total_loss = call
 
 
 def flip_bits(engine, action, byte):
@@ -153,8 +137,6 @@ def run_rank():
         in_forward(engine, happens(action))
     if here and args.fault in ("body", "header"):
         flip_bits(engine, happens(), 40 if args.fault == "body" else 9)
-    if not here and args.fault == "early":
-        delay_last_step(engine)
     data = batches(engine.grid.get_data_parallel_id(), shape=shape)
     for _ in range(STEP_OF_FAULT + 2):
         engine.train_batch(data)
@@ -162,10 +144,6 @@ def run_rank():
             engine.save_checkpoint(args.moment.parent / "checkpoints")
         if where == "load":
             engine.load_checkpoint(args.moment.parent / "checkpoints")
-    if args.fault == "early":
-        if here:
-            happens()()
-        return
     print("trained to the end", flush=True)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -219,7 +197,6 @@ WHILE_PROBED = {  # over an eager link
     "kill-probe": Fault("SIGKILL while connections are probed", silent=True),
     "stop-probe": Fault("SIGSTOP while connections are probed", silent=True),
 }
-HARMLESS = {"early": Fault("it has ended, others are not through with their last step")}
 
 
 @dataclass(frozen=True)
@@ -234,8 +211,8 @@ class Ending:
 
 def run(name: str, at: int, mode: str, depth: int = 1) -> list[Ending]:
     """Let fault `name` happen on rank `at` of a pipeline with link `mode`; how all ranks ended."""
-    fault = (FAULTS | WHILE_PROBED | HARMLESS)[name]
-    seconds = TIMEOUT if name.startswith(("stop", "cut", "early")) else GRACE
+    fault = (FAULTS | WHILE_PROBED)[name]
+    seconds = TIMEOUT if name.startswith(("stop", "cut")) else GRACE
     block = {**BLOCK, "link": {"timeout_s": seconds, "checksum": True, "mode": mode, "depth": depth}}
     if name in WHILE_PROBED:
         block["link"]["connections"] = "auto"
