@@ -147,12 +147,12 @@ encode, decode = map(remembered, (encode_entropy, decode_entropy))
 
 def compare_backends(bits):
     generator = torch.Generator().manual_seed(3)
-    for n in (1, 33, 5001, 22_001):
+    for n in (1, 33, 2001, 22_001):
         x = torch.randn(n, generator=generator)
         few = torch.where(torch.arange(n) % 1111 < 9, x, 0)
         wide = torch.empty(n).cauchy_(generator=generator)
         kinds = x, x.bfloat16(), wide, few, x.half(), x.sign() * 0.3, x * 1e-40, 0 * x
-        for values in kinds if n < 20_000 else kinds[:4]:
+        for values in kinds if n < 20_000 else kinds[:2]:
             frame = frame_of(n, bits, dithered=True)
             words = encode(values, frame, 99)
             assert torch.equal(cpu.encode_entropy(values, frame, 99), words)

@@ -56,7 +56,7 @@ def test_with_the_block_messages_are_compressed(tmp_path):
 
 
 @pytest.mark.parametrize("block", [None, {"forward": {"codec": "bf16"}}], ids=["stock", "compressed"])
-@pytest.mark.extended(keep=1)
+@pytest.mark.extended
 def test_the_bench_of_links_learns_what_each_stage_takes(block, tmp_path):
     output = launch(tmp_path, ds_config(block), interpreter(TRAINING), STAGE_TIMES)
     found = stage_times(output.splitlines())

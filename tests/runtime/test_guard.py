@@ -325,14 +325,6 @@ def test_where_there_is_nothing_to_look_at(settings):
     assert due(settings) == []
 
 
-def test_errors_are_looked_at_wherever_something_is_lost():
-    guard = Guard(Config({"backward": {**COARSE, "feedback": "ef"}}), 0, 2)
-    assert [step for step in range(1, 450) if guard.compares_losses(step)] == [FIRST_CHECK, 200, 400]
-    assert not any(
-        map(Guard(Config({"forward": {"codec": "lossless"}}), 0, 2).compares_losses, range(1, 450))
-    )
-
-
 class Merges(nn.Linear):
     """As adapters do that are merged for evaluation, and taken out again for training."""
 

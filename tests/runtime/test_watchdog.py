@@ -241,14 +241,6 @@ def test_a_transfer_that_fails_names_the_reason(reports, job):
         raise lost
 
 
-def test_other_errors_are_failures_when_the_process_ends(job):
-    job.enter(0, 2)
-    job.call(1, error=ValueError("not caught"))
-    job.end(1)
-    job.pass_time(1.0)
-    assert all("rank 1 left train_batch: ValueError: not caught" in failure for failure in job.failures())
-
-
 @pytest.mark.parametrize("waited", [False, True])
 @pytest.mark.parametrize("killed", range(RANKS))
 def test_an_error_is_named_though_the_process_ends_at_once(killed, waited, job):

@@ -280,15 +280,6 @@ def test_what_cannot_work_is_refused(monkeypatch, store):
     assert f"{STORE} is not set" in line
 
 
-def test_a_launch_with_another_config_is_refused_and_the_others_go_on(store):
-    run_ranks(1, refused, 0, ds_config(block(every=3)))
-    (line,) = run_ranks(1, refused, 0, ds_config(block(every=4)))
-    assert line == (
-        "ds_compress.replicas.every: the other replicas have 3, this one has 4; use the same in all launches"
-    )
-    assert run_ranks(1, refused, 0, ds_config(block(every=3))) == [""]
-
-
 def save_or_resume(launch, folder, config, resumes):
     engine = build(1, config, wide_layers())
     data = data_of(launch, engine)

@@ -244,17 +244,6 @@ def test_too_few_replicas_leave_the_anchor_as_it_is(store):
     assert torch.equal(launch.anchors[0].values, start[0].values) and launch.position.round == 1
 
 
-def test_a_newcomer_takes_anchor_and_momentum(store):
-    first = Launch(store)
-    play([first], [0.1])
-    newcomer = Launch(store, digest="another")
-    assert newcomer.is_newcomer
-    newcomer.join(first, 0.2)
-    results = play([first, newcomer], [0.1, 0.1])
-    assert results[0][0].members == (1, 2)
-    assert_alike([first, newcomer])
-
-
 def test_the_anchor_for_a_newcomer_outlasts_short_rounds(store):
     """Packets were deleted three rounds later; a slow newcomer could not follow, and asked again."""
     first = Launch(store)
@@ -643,14 +632,6 @@ def test_garbage_of_strangers_ends_a_turn_with_an_error_or_not_at_all(store, key
         play([launch], [0.1])
     except CompressionError as error:
         assert "\n" not in str(error)
-
-
-def test_old_packets_are_deleted(store):
-    launches = [Launch(store) for _ in range(2)]
-    for _ in range(8):
-        play(launches, (0.1, 0.1))
-    packets = [key for key in store.list_keys() if "/packet/0/1/0" in key]
-    assert {int(key.split("outer/")[1].split("/")[0]) for key in packets} == {5, 6, 7}
 
 
 def test_one_that_is_far_behind_needs_another_anchor(store):
