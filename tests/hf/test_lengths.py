@@ -139,6 +139,7 @@ def test_two_stages_train_as_one_process_with_fewer_bytes(tmp_path):
         assert fewer[1] < 0.8 * more[1]
 
 
+@pytest.mark.extended
 def test_a_stopped_run_goes_on_as_if_nothing_had_been(tmp_path):
     block = {"forward": STATEFUL, "backward": KEPT, "min_numel": 1, "eval": "both", "guard": {"every": 2}}
     config = {**DS_CONFIG, "ds_compress": block}

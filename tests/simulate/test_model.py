@@ -80,18 +80,6 @@ def test_pipeline_equals_simulate(name, stages):
         assert (real[0]["losses"] == train_simulated(stages, ds_config(other))) == same
 
 
-def test_evaluation_and_training_do_not_meet():
-    config = ds_config({"forward": {"codec": "bf16"}, "min_numel": 0})
-    plain, interleaved = (simulated(layers(), config, [4]) for _ in range(2))
-    x, _ = next(batches())
-    interleaved.eval()
-    with torch.no_grad():
-        interleaved(x)
-    interleaved.train()
-    assert torch.equal(plain(x), interleaved(x))
-    assert plain[4].trained == interleaved[4].trained == 1
-
-
 @pytest.mark.parametrize("cuts", [[0], [8], [4, 4], [5, 3], ["a"], [2.5], [True], 4, None, ["a", 3]], ids=str)
 def test_cuts_must_lie_between_layers(cuts):
     """What is no integer was a TypeError."""
@@ -120,21 +108,6 @@ def test_the_number_of_micro_batches_follows_from_the_batch_sizes(given):
 def test_a_config_is_a_dict():
     with pytest.raises(CompressionError, match=r"ds_config 'ds_config.json'; allowed: the config as a dict"):
         simulate(nn.Sequential(nn.Identity(), nn.Identity()), "ds_config.json", [1])
-
-
-def test_index_reuse_is_the_gradient_of_the_sparsified_forward():
-    """With reuse, the gradient is exactly that of x -> mask * x; independent TopK is another estimate."""
-    block = {**both({"name": "topk", "density": 0.3}, {"name": "topk", "indices": "reuse"}), "min_numel": 0}
-    block["tensors"] = [0]  # no parameter comes before the boundary
-    model = simulate(nn.Sequential(nn.Identity(), nn.Linear(40, 40)), ds_config(block), [1])
-    x = torch.randn(4, 40, requires_grad=True)
-    model(x).square().sum().backward()
-
-    kept = x.detach().abs() >= x.detach().abs().topk(12, dim=1).values[:, -1:]
-    masked = x.detach().clone().requires_grad_()
-    model[2](masked * kept).square().sum().backward()
-    assert torch.equal(x.grad, masked.grad)
-    assert (x.grad != 0).sum() == 4 * 12
 
 
 def test_a_one_stage_pipeline_module_is_simulated_in_place():

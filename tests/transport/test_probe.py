@@ -196,15 +196,8 @@ def test_both_sides_of_a_link_measure_it():
         assert 0 < found.latency < math.inf and 0 < found.incoming <= RATE
 
 
-def neighbours(*distances):
-    return probe_neighbours(CPU, PeerTimeout(), distances or (1,))
-
-
-def test_links_between_replicas_are_measured():
-    """Two replicas of two stages: 0 and 1, 2 and 3."""
-    found = run_ranks(4, neighbours, 1, 2)
-    assert [sorted(links) for links in found] == [[1, 2], [0, 2, 3], [0, 1, 3], [1, 2]]
-    assert all(0 < link.incoming < math.inf for links in found for link in links.values())
+def neighbours():
+    return probe_neighbours(CPU, PeerTimeout(), (1,))
 
 
 def test_every_rank_measures_its_links():

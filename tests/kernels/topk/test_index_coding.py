@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.kernels import backends, native
-from ds_compress.kernels.backends import cpu, reference
+from ds_compress.kernels.backends import reference
 from ds_compress.kernels.topk import cpu as selection
 from ds_compress.kernels.topk import index_coding as coding
 from ds_compress.kernels.topk.selection import Selection
@@ -43,14 +43,6 @@ def test_decode_returns_what_encode_was_given_whatever_the_backend(name, subset)
 def test_the_bitmask_is_little_endian():
     (packed,) = coding.Bitmask.encode(Selection.at(torch.tensor([0, 3, 9]), 11))
     assert packed.tolist() == [0b00001001, 0b00000010]
-
-
-@settings(deadline=None)
-@given(st.lists(st.booleans(), max_size=70))
-def test_packed_bits_come_back(bits):
-    packed = cpu.pack_bits(torch.tensor(bits, dtype=torch.bool))
-    assert packed.numel() == (len(bits) + 7) // 8
-    assert cpu.unpack_bits(packed, len(bits)).tolist() == bits
 
 
 def test_the_smallest_coder_follows_the_density():
