@@ -12,9 +12,8 @@ from ds_compress.replicas.factors import build_exchange, compressed_parameters
 from ds_compress.replicas.slices import Gradient
 from ds_compress.simulate import SimulatedReplicas
 from tests.replicas.test_gradients import KINDS, skipped_step
-from tests.replicas.test_overlap import WIDTH, both_ways, digests_of
 from tests.simulate.test_replicas import assert_simulated_weights, distance_from_optimum
-from tests.support.pipeline import Block, ds_config
+from tests.support.pipeline import ds_config
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
 from tests.support.replicas import assert_alike, run_replicas, train_replicas
@@ -128,13 +127,6 @@ def test_inf_of_one_replica_reaches_all_and_is_forgotten():
             replicas.collect()
         replicas.average()
         assert model.weight.grad.isfinite().all() if step != 1 else not model.weight.grad.isfinite().any()
-
-
-def test_overlap_changes_nothing():
-    """Q of a matrix does not depend on the bucket, products of it neither."""
-    with_overlap, without = both_ways(1, 2, block(bucket_mb=1)["replicas"], [Block] * 4)
-    assert WIDTH == 192 and with_overlap[0][1][-1] > 0
-    assert digests_of(with_overlap) == digests_of(without)
 
 
 def test_error_feedback_reaches_the_optimum():
