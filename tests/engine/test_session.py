@@ -1,5 +1,6 @@
 """What ds_compress puts on DeepSpeed's engine: one attribute, whose parts know nothing of each other."""
 
+import re
 import types
 
 import pytest
@@ -8,6 +9,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 import ds_compress  # noqa: F401  (hooks the engine)
 from ds_compress.config.replicas import STORE
 from ds_compress.engine.mixin import CompressedEngine
+from tests.support.launch_scripts import ROOT
 from tests.support.pipeline import batches, build, ds_config
 from tests.support.ranks import run_ranks
 from tests.support.replicas import wide_layers

@@ -102,7 +102,7 @@ def takes(seconds):
 
 
 def test_it_says_when_stages_are_uneven_and_how_to_cut_them():
-    """Where one GPU was slower than the others, nothing said so. The block has the connections that were chosen:
+    """Where one GPU was slower than the others, nothing said so. The block has the connections that it chose:
     with "auto" again, each start would probe for a minute."""
     first, second = run_ranks(
         2,
