@@ -121,6 +121,7 @@ class Rounds:
         self._handed = set[int]()  # newcomers whose upload has begun
         self._behind_since: float | None = None  # since when a newcomer waits beside this replica
         self._kept_rounds = KEPT_ROUNDS
+        self._round_bytes = 0  # of this slot's packets in the last round, which may differ in size
         self._has_caught_up = False
         self.number = -1
         self.ended = threading.Event()
@@ -207,8 +208,7 @@ class Rounds:
             self._board.come(number, self.number)
         anchor, position, members = self._follow(anchor, position, codec)
         # packets of a round may be kept for as long as a newcomer needs for its anchor
-        size = max(1, codec.nbytes * len(members))
-        self._kept_rounds = max(KEPT_ROUNDS, KEPT_BYTES * codec.numel // size)
+        self._kept_rounds = max(KEPT_ROUNDS, KEPT_BYTES * codec.numel // max(1, self._round_bytes))
         is_member = self.number in members
         if is_member:
             base = sent
@@ -317,9 +317,12 @@ class Rounds:
         """Return why packets of this slot are bad, by replica, and the sum of the deltas in the others."""
         bad: dict[int, str] = {}
         total: Tensor | None = None
+        self._round_bytes = 0
         for replica in replicas:
             try:
-                delta = codec.decode(self._packet(number, replica), number, replica)
+                packet = self._packet(number, replica)
+                self._round_bytes += packet.numel()
+                delta = codec.decode(packet, number, replica)
             except CompressionError as error:
                 bad[replica] = str(error)
                 continue

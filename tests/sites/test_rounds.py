@@ -551,6 +551,8 @@ def test_replicas_with_codecs_of_their_own_have_the_same_anchor(store):
         for result, _ in play(launches, [0.1, 0.2, 0.3]):
             assert result.members == (1, 2, 3)
         assert_alike(launches)
+    # whose own packets are small keeps no more rounds: those of the others fill the store, too
+    assert {slot._kept_rounds for launch in launches for slot in launch.slots} == {KEPT_ROUNDS}
     late = 0.02 * sum(0.1 * number for number in range(1, 31))  # 2 % of the entries, and all they missed
     assert moved(launches[0], start) == pytest.approx((late + 30 * (0.2 + 0.3)) / 3, rel=0.01)
 
