@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPES = {
     "none": "all values, sent as soon as computed",
     "safe": "4 bits forward, 3 back",
-    "balanced": "3.3 bits forward, 2 back",
+    "balanced": "4 bits forward, 1.5 back",
     "aggressive": "2.5 bits forward, 1.5 back",
     "quant4": "4 bits, Hadamard",
     "topk10": "10 % of the values",

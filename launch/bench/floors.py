@@ -36,7 +36,7 @@ SHAPE = (4, 1024, 1024)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NEAREST = {"name": "quantize", "bits": 4}
 ACTIVATIONS = {"name": "entropy", "bits": 3.3, "rank": 8}
-"""Forward in recipe `balanced`, whose gradients have `entropy` with 2 bits and dither."""
+"""Forward, as recipes send: with fewer bits than `safe` and `balanced`."""
 Floors = tuple[dict[str, Any], str, tuple[float, float], tuple[float, float]]
 # In some processes all decoding takes up to 1.7 times as long, but a copy does not, perhaps because of the
 # pages that the system gives. The floors hold in both kinds of process.

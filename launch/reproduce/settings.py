@@ -146,7 +146,7 @@ CHANGING: dict[str, Block] = {
 FORWARD = {
     "group4": group(4, hadamard=True),
     **{f"entropy{bits:g}": entropy(bits) for bits in (4, 3.3, 2.5)},
-    **{f"entropy{bits:g}-rank8": entropy(bits, rank=8) for bits in (4, 3.3, 2.5)},
+    **{f"entropy{bits:g}-rank8": entropy(bits, rank=8) for bits in (4, 3.7, 3.3, 2.5)},
 }
 """Codecs of activations."""
 
@@ -166,6 +166,9 @@ BOTH_DIRECTIONS: dict[str, Block] = {
     for forward, backward in (
         ("entropy4-rank8", "dither3"),
         ("entropy4-rank8", "dither2"),
+        ("entropy4-rank8", "dither1.5"),
+        ("entropy4-rank8", "dither1.25"),
+        ("entropy3.7-rank8", "dither1.5"),
         ("entropy3.3-rank8", "dither2"),
         ("entropy2.5-rank8", "dither1.5"),
         ("entropy4", "dither3"),
