@@ -103,10 +103,12 @@ def build_replica_codec(options: ReplicasOptions | None, path: str) -> Codec | N
     feedback = FEEDBACKS.build(options.feedback, f"{path}.feedback")
     reuses = isinstance(codec, ReusesForwardIndices) and codec.forward_partner() is not None
     is_summed = isinstance(codec, LowRank) and not options.apart
-    if (isinstance(codec, STATEFUL) and not is_summed) or reuses:
+    differs = options.apart is not None and not codec.decodes_alike  # then anchors would, too
+    if (isinstance(codec, STATEFUL) and not is_summed) or reuses or differs:
         raise CompressionError(
             f"{path}.codec: {codec} is not allowed between replicas: it depends on other messages than "
-            "the one it decodes, or its packets have no fixed size; allowed: 'quantize', 'topk' and the like"
+            "the one it decodes, its packets have no fixed size, or processors decode them differently; "
+            "allowed: 'quantize', 'topk' and the like"
         )
     if feedback.has_mirrored_state or feedback.sample_ids is not None:
         raise CompressionError(

@@ -31,7 +31,7 @@ REMOVED = {
     "lr_drop": "a learning rate below half of the one before begins a new phase; leave it out",
     "relax": "use 'stop', and give the run milder settings",
     "loosen": "use 'stop', and give the run milder settings",
-    "policy": "'quantize' with 4 bits and feedback 'ef' sends less and loses as little",
+    "policy": "of messages it stands beside 'forward'; between replicas 4 bits with 'ef' send less",
     "budget": "recipe 'auto' picks codecs within an error budget",
     "unbiased": 'quantize and entropy have "rounding": "dither"',
     "mixed": '4 bits with "hadamard": true lose less in fewer bytes',

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, TensorSpec, build
 from ds_compress.config.replicas import OuterOptions, ReplicasOptions, build_replica_codec
-from ds_compress.errors import CompressionError, shown
+from ds_compress.errors import CompressionError, failures_at, shown
 from ds_compress.replicas.slices import GRADIENT, RowSpan, Slice, SliceCodec
 
 EXACT = 2**16 - 1
@@ -60,9 +60,10 @@ class Anchor(NamedTuple):
 
     def step(self, mean: Tensor, options: OuterOptions) -> "Anchor":
         """Return the anchor after an outer step with `mean`, the mean delta of a round."""
-        momentum = mean.add(self.momentum, alpha=options.momentum)
-        direction = mean.add(momentum, alpha=options.momentum)
-        return Anchor(self.values.sub(direction, alpha=options.lr), momentum)
+        # products are rounded by themselves: some processors fuse them with the sum, and anchors would differ
+        momentum = mean + options.momentum * self.momentum
+        direction = mean + options.momentum * momentum
+        return Anchor(self.values - options.lr * direction, momentum)
 
 
 class DeltaCodec:
@@ -133,15 +134,13 @@ class DeltaCodec:
         Raises:
             CompressionError: no replica could have these settings.
         """
-        try:
-            codec = json.loads(label[:-LENGTH])
+        with failures_at("it does not end in the settings of a codec"):  # whatever a stranger may write
+            codec = dict(json.loads(label[:-LENGTH]))
             feedback = codec.pop("feedback", "none")
-        except (ValueError, AttributeError) as error:
-            raise CompressionError("it does not end in the settings of a codec") from error
-        options = ReplicasOptions(codec=codec, feedback=feedback, outer=OuterOptions())
-        built = build_replica_codec(options, "settings of the sender")
-        assert built is not None
-        reader = DeltaCodec(built, *self._parts)
+            options = ReplicasOptions(codec=codec, feedback=feedback, outer=OuterOptions())
+            built = build_replica_codec(options, "settings of the sender")
+            assert built is not None
+            reader = DeltaCodec(built, *self._parts)
         if reader._label != label:  # as of a release with other options
             raise CompressionError(f"its codec is not known here: {shown(codec)}")
         return reader

@@ -208,7 +208,8 @@ class Rounds:
             self._board.come(number, self.number)
         anchor, position, members = self._follow(anchor, position, codec)
         # packets of a round may be kept for as long as a newcomer needs for its anchor
-        self._kept_rounds = max(KEPT_ROUNDS, KEPT_BYTES * codec.numel // max(1, self._round_bytes))
+        if self._round_bytes:  # of a void round nothing is known
+            self._kept_rounds = max(KEPT_ROUNDS, KEPT_BYTES * codec.numel // self._round_bytes)
         is_member = self.number in members
         if is_member:
             base = sent
@@ -280,7 +281,10 @@ class Rounds:
         if members != summed:
             bad, total = self._sum(number, members, codec)
             if bad:
-                raise CompressionError(f"round {number}: packets are no longer there; a new anchor is needed")
+                why = "; ".join(f"replica {replica}: {bad[replica]}" for replica in sorted(bad))
+                raise CompressionError(
+                    f"round {number}: packets cannot be read; a new anchor is needed: {why}"
+                )
         if members:
             assert total is not None
             anchor = anchor.step(total / len(members), self._options)

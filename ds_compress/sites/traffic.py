@@ -223,7 +223,8 @@ class OuterTraffic(RuntimePart):
     @property
     def settings(self) -> dict[str, Any]:
         """All that has to be the same for the state of a checkpoint to go on."""
-        return {"codec": self.codec.codec.settings, "every": self.every, "parameters": self.codec.digest}
+        feedback = self.codec.codec.settings.get("feedback")  # a residual fits any codec
+        return {"feedback": feedback, "every": self.every, "parameters": self.codec.digest}
 
     def saved(self) -> dict[int, dict[str, Tensor]]:
         """Return the state for a checkpoint: residuals by number of the slice, and under `STATE` the rest."""

@@ -108,7 +108,7 @@ def versions(**others):
             {"gbps_forward": 0.1, "gbps_backward": 0.1, "rtt_ms": 40.0},
             "look",
             "40.00 ms round trip: the interface is rated 1 Gbit/s",
-            "TCP follows cubic, which a few lost packets slow down: try bbr",
+            "a few lost packets would be enough: try TCP's bbr on a, b",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -85,7 +85,12 @@ BAD = [
         )
         for more in ({"feedback": "ef"}, {"every": 30})
     ),
-    ("replicas", {"codec": "quantize", "policy": "accordion"}, ".policy: unknown", "'quantize' with 4 bits"),
+    (
+        "replicas",
+        {"codec": "quantize", "policy": "accordion"},
+        ".policy: unknown",
+        "4 bits with 'ef' send less",
+    ),
     # feedbacks
     ("forward.feedback", {"name": "ef", "scope": "sample"}, ".scope: 'sample' is not allowed", ""),
     ("backward", {"feedback": "aqsgd"}, ".feedback: 'aqsgd' is not for this direction", ""),

@@ -557,6 +557,17 @@ def test_replicas_with_codecs_of_their_own_have_the_same_anchor(store):
     assert moved(launches[0], start) == pytest.approx((late + 30 * (0.2 + 0.3)) / 3, rel=0.01)
 
 
+def test_void_rounds_keep_no_more_for_a_newcomer(store):
+    """Nothing was summed, so all was kept: the store grew with every round."""
+    launch = Launch(store, quorum=2, grace_s=0.01)
+    Launch(store, digest="other").catch_up()
+    eventually(lambda: launch.slots[0]._board.newcomers())
+    for _ in range(2 * KEPT_ROUNDS):
+        ((result, _),) = play([launch], [0.1])
+        assert result.members == ()
+        assert {slot._kept_rounds for slot in launch.slots} == {KEPT_ROUNDS}
+
+
 def test_a_replica_that_cannot_read_the_packets_of_most_does_not_decide(store):
     """It leaves for a new anchor; the others go on."""
     deaf, *others = (Launch(store, lr=1.0, momentum=0.0) for _ in range(3))

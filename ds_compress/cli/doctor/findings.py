@@ -14,6 +14,9 @@ MUST_BE_ALIKE = ("ds_compress", "torch", "deepspeed")
 UNEVEN = 2.0
 """Ratio above which a link gets the level `look`: faster to slower direction, nominal to measured."""
 
+LOSES = ("cubic", "reno")
+"""What TCP may follow that sends much less after a lost packet."""
+
 FAR_MS = 10.0
 """Round trip from which TCP recovers slowly from a lost packet."""
 
@@ -133,8 +136,11 @@ def _links(report: Report, names: list[str]) -> Iterator[Finding]:
         said = f"{pair}: {there:.3g} Gbit/s there, {back:.3g} back, {link['rtt_ms']:.2f} ms round trip"
         ends = hosts[before], hosts[after]
         rated = ([i["mbit"] / 1e3 for i in host["interfaces"] if i["name"] == host["way"]] for host in ends)
-        tcp = " and ".join(sorted({host["tcp"] for host in ends} & {"cubic", "reno"}))
-        advice = _LOST.format(tcp) if tcp and link["rtt_ms"] >= FAR_MS else _LOOK
+        slow_tcp = [
+            name for name, host in zip((names[before], names[after]), ends) if host.get("tcp") in LOSES
+        ]
+        is_slow = slow_tcp and link["rtt_ms"] >= FAR_MS
+        advice = _LOOK + (_LOST.format(", ".join(dict.fromkeys(slow_tcp))) if is_slow else "")
         promised = min(next(iter(own), 0.0) for own in rated)  # Gbit/s; 0: an interface does not report it
         if fast > UNEVEN * slow:
             yield Finding("look", f"{said}: one direction is {fast / slow:.1f} times the other", advice)
@@ -154,5 +160,5 @@ def _links(report: Report, names: list[str]) -> Iterator[Finding]:
         yield Finding("bad", "no link was tried: gloo cannot reach the machines", "fix the interfaces first")
 
 
-_LOST = "TCP follows {}, which a few lost packets slow down: try bbr on both machines (docs/slow-machines.md)"
 _LOOK = "look for other traffic, a bad cable, or a limit of the provider"
+_LOST = "; a few lost packets would be enough: try TCP's bbr on {} (docs/slow-machines.md)"
