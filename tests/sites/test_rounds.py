@@ -444,13 +444,13 @@ def test_a_replica_whose_other_slot_came_after_the_outcome_goes_on(store):
 
 def test_one_that_is_killed_in_its_turn_and_comes_back_is_caught_up(store):
     """It dies with half of its packets sent: the round is that of the others; it returns to their anchor."""
-    first, killed = (Launch(store, grace_s=2.0, lr=1.0, momentum=0.0) for _ in range(2))
+    first, killed = (Launch(store, lr=1.0, momentum=0.0) for _ in range(2))
     start = first.anchors
     killed.slots[0]._limit = 0.1
     killed.slots[1].exchange_delta = lambda *_: None
     sent, _ = killed.start(0.4)
     assert sent.exception(30) and store.check([f"{PREFIX}0/packet/0/{killed.number}"])
-    ((result, _),) = play([first], [0.1])
+    ((result, _),) = play_without_others([first], [0.1])
     assert result.members == (first.number,) and moved(first, start) == pytest.approx(0.1, abs=0.01)
     back = Launch(store, digest="of its checkpoint", lr=1.0, momentum=0.0)
     assert back.is_newcomer and back.number == 3
