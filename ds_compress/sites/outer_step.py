@@ -77,7 +77,7 @@ class DeltaCodec:
             seed: of the codec's random choices.
         """
         self.codec = codec
-        self._parts = parts, exact, seed
+        self._for_readers = parts, exact, seed
         label = json.dumps(codec.settings).encode()
         self._label = label + len(label).to_bytes(LENGTH, "little")
         self._reader = functools.lru_cache(READERS)(self._build_reader)
@@ -109,11 +109,11 @@ class DeltaCodec:
         return packet
 
     def decode(self, packet: Tensor, round_number: int, sender: int) -> Tensor:
-        """Return the delta in a packet, which another codec may have made.
+        """Return the delta (fp32, 1-D) in a packet (uint8, 1-D), which another codec may have made.
 
         Raises:
-            CompressionError: the packet is damaged, of another round, layout or an unknown codec, or has inf
-                or nan.
+            CompressionError: the packet is damaged, of another round or layout, of a codec that is not known
+                here, or has inf or nan.
         """
         size = int.from_bytes(packet[-LENGTH:].numpy().tobytes(), "little")
         label = packet[-LENGTH - size :].numpy().tobytes()
@@ -140,7 +140,7 @@ class DeltaCodec:
             options = ReplicasOptions(codec=codec, feedback=feedback, outer=OuterOptions())
             built = build_replica_codec(options, "settings of the sender")
             assert built is not None
-            reader = DeltaCodec(built, *self._parts)
+            reader = DeltaCodec(built, *self._for_readers)
         if reader._label != label:  # as of a release with other options
             raise CompressionError(f"its codec is not known here: {shown(codec)}")
         return reader

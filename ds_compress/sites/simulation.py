@@ -45,6 +45,8 @@ class SimulatedRounds:
                 must share.
         """
         given = [ds_config] * len(models) if isinstance(ds_config, dict) else ds_config
+        if len(given) != len(models):
+            raise CompressionError(f"SimulatedRounds: {len(given)} configs came for {len(models)} models")
         configs = [_config(each) for each in given]
         settings = [shared_settings(config) for config in configs]
         for theirs in settings[1:]:
@@ -53,9 +55,7 @@ class SimulatedRounds:
         assert outer is not None and replicas is not None
         self._options, self._every = outer, replicas.every
         self._masters = [_masters(model) for model in models]
-        self.codecs = [
-            build_delta_codec(config, masters) for config, masters in zip(configs, self._masters, strict=True)
-        ]
+        self.codecs = [build_delta_codec(config, masters) for config, masters in zip(configs, self._masters)]
         """One per replica, with its residuals."""
         first = read_masters(self._masters[0])
         self.anchor = Anchor(first, torch.zeros_like(first))

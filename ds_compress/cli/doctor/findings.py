@@ -14,11 +14,11 @@ MUST_BE_ALIKE = ("ds_compress", "torch", "deepspeed")
 UNEVEN = 2.0
 """Ratio above which a link gets the level `look`: faster to slower direction, nominal to measured."""
 
-LOSES = ("cubic", "reno")
-"""What TCP may follow that sends much less after a lost packet."""
+SLOWED_BY_LOSS = ("cubic", "reno")
+"""Congestion controls of TCP that send much less after a lost packet."""
 
 FAR_MS = 10.0
-"""Round trip from which TCP recovers slowly from a lost packet."""
+"""Milliseconds of a round trip from which TCP recovers slowly from a lost packet."""
 
 
 @dataclass(frozen=True)
@@ -136,11 +136,9 @@ def _links(report: Report, names: list[str]) -> Iterator[Finding]:
         said = f"{pair}: {there:.3g} Gbit/s there, {back:.3g} back, {link['rtt_ms']:.2f} ms round trip"
         ends = hosts[before], hosts[after]
         rated = ([i["mbit"] / 1e3 for i in host["interfaces"] if i["name"] == host["way"]] for host in ends)
-        slow_tcp = [
-            name for name, host in zip((names[before], names[after]), ends) if host.get("tcp") in LOSES
-        ]
-        is_slow = slow_tcp and link["rtt_ms"] >= FAR_MS
-        advice = _LOOK + (_LOST.format(", ".join(dict.fromkeys(slow_tcp))) if is_slow else "")
+        slowed = {names[rank]: None for rank in link["ranks"] if hosts[rank].get("tcp") in SLOWED_BY_LOSS}
+        is_far = link["rtt_ms"] >= FAR_MS
+        advice = _LOOK + (_LOST.format(", ".join(slowed)) if slowed and is_far else "")
         promised = min(next(iter(own), 0.0) for own in rated)  # Gbit/s; 0: an interface does not report it
         if fast > UNEVEN * slow:
             yield Finding("look", f"{said}: one direction is {fast / slow:.1f} times the other", advice)

@@ -63,7 +63,7 @@ def facts(meeting_point: str | None = None) -> Facts:
 
 
 def congestion_control() -> str:
-    """Return what TCP's sending follows, such as "cubic"; empty if the system does not say it."""
+    """Return TCP's congestion control, such as "cubic"; empty if the system does not say it."""
     with suppress(OSError):
         return CONGESTION.read_text().strip()
     return ""
