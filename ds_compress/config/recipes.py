@@ -42,9 +42,9 @@ LIMITS: dict[Quality, ErrorLimits] = {
     "balanced": ErrorLimits(0.10, 0.23),
     "aggressive": ErrorLimits(0.16, 0.23),
 }
-"""Forward, by token errors on SmolLM2; backward, the errors of recipes of release 0.3 on small language models.
-That of `balanced` is that of `aggressive`, whose codec of gradients it has. What settings within them cost is
-not promised."""
+"""Forward, by token errors on SmolLM2; backward, the errors of recipes of release 0.3 on small language
+models. That of `balanced` is that of `aggressive`, whose codec of gradients it has. What settings within them
+cost is not promised."""
 
 DEFAULT: Quality = "safe"
 
