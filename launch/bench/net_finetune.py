@@ -215,7 +215,7 @@ def draw(rows: Sequence[dict[str, Any]], image: Path) -> None:
             means = [statistics.mean(losses[max(0, i - MEAN + 1) : i + 1]) for i in range(len(losses))]
             axes.plot(seconds, means, label="DeepSpeed alone" if row["recipe"] == BASELINE else row["recipe"])
         axes.set(title=f"{mbit:g} Mbit/s", xlabel="seconds of training", ylabel="loss, nats a token")
-        axes.legend()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=4)
     image.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(image, dpi=120)
 
