@@ -54,6 +54,9 @@ CHUNK = 4 << 20
 WINDOW = 8
 """Chunks of an anchor that are in the store at once."""
 
+KEPT_ROUNDS = 3
+"""Rounds for which packets stay in the store; a replica that is further behind needs an anchor."""
+
 DIGEST = 16
 """Bytes of a digest."""
 
@@ -160,7 +163,23 @@ class Board(_Keys):
         """Return who waits for an anchor (None), or gets one: its round, and which replica sends it."""
         return _newcomers(self._read("newcomers") or "")
 
-    def change_newcomers(self, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> bool:
+    def ask_for_anchor(self, newcomer: int) -> None:
+        self._change_newcomers(lambda found: {**found, str(newcomer): None})
+
+    def give_anchor(self, newcomer: int, number: int, replica: int) -> bool:
+        """Let a newcomer that waits have the anchor of round `number` from a replica; return whether it waits
+        still."""
+        name, given = str(newcomer), [number, replica]
+        return self._change_newcomers(
+            lambda found: {**found, name: given} if found.get(name, given) is None else None
+        )
+
+    def forget_newcomer(self, newcomer: int) -> None:
+        self._change_newcomers(
+            lambda found: {name: given for name, given in found.items() if name != str(newcomer)}
+        )
+
+    def _change_newcomers(self, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> bool:
         """Change the newcomers together, whoever else does it at the same time.
 
         Args:

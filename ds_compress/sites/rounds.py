@@ -11,10 +11,9 @@ number, and as many slots as its launch has ranks; slot s has the same part of t
    packets are damaged on their way cannot count, however quick it is;
 3. every slot moves its anchor by the mean of the members.
 
-A newcomer asks for an anchor. A replica that is between two exchanges, training or not, hands over the one
-that it has, in chunks, while it goes on; the newcomer then follows the rounds since. One that is so far
-behind that these are gone gives no signs of life, and a newcomer that sees none goes on with its own. Nothing
-that makes progress is given up.
+A newcomer gets the anchor of a replica (`handover.py`) that is between two exchanges, training or not, and
+follows the rounds since. A replica that is so far behind that these are gone gives no signs of life, and a
+newcomer that sees none goes on with its own anchor. Nothing that makes progress is given up.
 
 The digest of a position names the outcomes that led to an anchor, so two replicas with the same digest have
 the same anchor. The protocol of a lighthouse with a quorum is that of torchft (github.com/pytorch/torchft);
@@ -29,17 +28,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
 from ds_compress.config.replicas import OuterOptions
 from ds_compress.errors import CompressionError
-from ds_compress.sites.board import CHUNK, WINDOW, Board, LaunchBoard, Position, Shipment, members_of
+from ds_compress.sites.board import KEPT_ROUNDS, Board, LaunchBoard, Position, members_of
+from ds_compress.sites.handover import AnchorReceiver, AnchorSender
 from ds_compress.sites.outer_step import Anchor, DeltaCodec
 from ds_compress.sites.store import check_shared
-
-KEPT_ROUNDS = 3
-"""Rounds for which packets stay in the store; a replica that is further behind needs an anchor."""
 
 KEPT_BYTES = 16
 """Bytes per weight up to which packets stay longer, for a newcomer whose anchor is on its way."""
@@ -49,12 +45,6 @@ TRANSFER_S = 300.0
 
 BEAT_S = 5.0
 """Seconds between two signs of life of a replica."""
-
-LOOK_S = 0.05
-"""Seconds between two looks at what a newcomer has taken."""
-
-ABANDONED_S = 60.0
-"""Seconds without a sign of life after which a newcomer goes on with its own weights."""
 
 Found = TypeVar("Found")
 
@@ -85,17 +75,6 @@ def patience(options: OuterOptions) -> float:
     return options.grace_s + TRANSFER_S
 
 
-class _Upload:
-    """An anchor that this slot hands over."""
-
-    def __init__(self, newcomer: int, anchor: Anchor, position: Position):
-        self.newcomer = newcomer
-        self.chunks = _chunks(anchor)
-        self.shipment = Shipment(anchor.values.numel(), position, 0)
-        self.taken, self.moved = 0, time.monotonic()  # chunks, and when their number has changed
-        self.next_look = 0.0
-
-
 class Rounds:
     """One rank's view of the rounds."""
 
@@ -116,13 +95,10 @@ class Rounds:
         self._last_beat = -BEAT_S
         self._moved_chunks = 0
         self._voting: int | None = None  # the round in which others wait for the vote of this replica
-        self._held: tuple[Anchor, Position] | None = None  # for newcomers to take
-        self._uploads: list[_Upload] = []
-        self._handed = set[int]()  # newcomers whose upload has begun
-        self._behind_since: float | None = None  # since when a newcomer waits beside this replica
         self._kept_rounds = KEPT_ROUNDS
         self._round_bytes = 0  # of this slot's packets in the last round, which may differ in size
-        self._has_caught_up = False
+        self._sender = AnchorSender(self._board, self._launch, slot, slots, self._limit)
+        self._receiver: AnchorReceiver | None = None  # of a newcomer until it is a member
         self.number = -1
         self.ended = threading.Event()
         """Ends what waits for the store."""
@@ -156,24 +132,16 @@ class Rounds:
         Raises:
             CompressionError: no other replica handed over its anchor, or it ceased to come.
         """
-        self._board.say_taken(self.number, self._slot, 0)
-        if self._slot == 0:
-            self._board.change_newcomers(lambda found: {**found, str(self.number): None})
-        try:
-            return self._take_anchor(numel, digest)
-        except CompressionError:
-            if self._board.newcomers().get(str(self.number)) is not None:
-                self._board.say_taken(self.number, self._slot, -1)  # who sends it deletes it
-            else:
-                self._board.end_shipment(self.number, self._slot)
-                if self._slot == 0:
-                    self._forget(str(self.number))
-            raise
+        receiver = AnchorReceiver(self._board, self._launch, self.number, self._slot, self._wait)
+        anchor, position = receiver.receive(numel, digest)
+        if anchor is not None:
+            self._receiver = receiver
+        return anchor, position
 
     def take_part(self, anchor: Anchor, position: Position) -> None:
         """Let the others wait for this replica in the next round, and newcomers have its anchor; every slot
         calls it."""
-        self._held = anchor, position
+        self._sender.hold(anchor, position)
         if self._slot == 0:
             self._board.announce(position.round, self.number)
 
@@ -192,12 +160,12 @@ class Rounds:
             CompressionError, RuntimeError: the store, or this replica, is too late or out of reach.
         """
         began = time.monotonic()
-        self._held = anchor, position
+        self._sender.hold(anchor, position)
         self._purge(position.round)
-        self._hand_over()
+        self._sender.hand_over(self.number, self._kept_rounds)
         delta, base = anchor.values - sent, anchor.values
         number = self._open_round(exchange, position)
-        self._begin_uploads()
+        self._sender.begin_uploads()
         while position.round < number:
             anchor, position, _ = self._follow(anchor, position, codec)
         before = codec.residuals()
@@ -213,7 +181,9 @@ class Rounds:
         is_member = self.number in members
         if is_member:
             base = sent
-            self._end_catch_up()
+            if self._receiver is not None:
+                self._receiver.end()
+                self._receiver = None
         else:
             codec.restore(before)
         return ExchangeResult(anchor, position, base, members, is_member, time.monotonic() - began)
@@ -234,17 +204,17 @@ class Rounds:
             if self._board.moved_chunks != self._moved_chunks:
                 self._moved_chunks = self._board.moved_chunks
                 self._launch.count_moved(1)
-            if self._slot == 0 and self._held is not None:
+            if self._slot == 0 and self._sender.has_anchor:
                 self._board.beat()
             if self._voting is not None:
                 self._board.say_alive(self._voting, self.number)
-        return min([BEAT_S, *(self._send_chunk(upload) for upload in list(self._uploads))])
+        return self._sender.send_chunks(BEAT_S)
 
     def idle(self) -> float:
         """Like `tend`, between two exchanges: newcomers that wait get the anchor of this replica."""
         if time.monotonic() - self._last_beat >= BEAT_S:
-            self._hand_over()
-            self._begin_uploads()
+            self._sender.hand_over(self.number, self._kept_rounds)
+            self._sender.begin_uploads()
         return self.tend()
 
     # A round
@@ -408,136 +378,6 @@ class Rounds:
                 self._board.delete_packet(each, self._slot, self.number)
             self._posted = [each for each in self._posted if each >= first]
 
-    # The anchor for a newcomer
-
-    def _hand_over(self) -> None:
-        """Let newcomers have the anchor of this replica. All its slots are at this position, or behind it."""
-        if self._slot or self._held is None:
-            return
-        _, position = self._held
-        newcomers = self._board.newcomers()
-        for name, given in newcomers.items():
-            if given is not None and given[0] <= position.round - self._kept_rounds:  # it has died
-                self._forget(name)
-                for slot in range(self._slots):
-                    self._board.end_shipment(int(name), slot)
-        waiting = [name for name, given in newcomers.items() if given is None and int(name) != self.number]
-        if not waiting:
-            self._behind_since = None
-            return
-        head = self._board.head()
-        if not self._leads_to(head, position):
-            self._held = None  # no newcomer needs signs of life of this replica
-            return
-        if head == position:
-            self._behind_since = None
-        else:
-            if self._behind_since is None:
-                self._behind_since = time.monotonic()
-            if time.monotonic() - self._behind_since < ABANDONED_S:
-                return  # one at the head hands over before that
-        handed = self._launch.handed()
-        handed = {each: number for each, number in handed.items() if number > position.round - KEPT_ROUNDS}
-        for name in waiting:
-            given = [position.round, self.number]
-            if self._board.change_newcomers(functools.partial(_give, name, given)):
-                handed[int(name)] = position.round
-        self._launch.set_handed(handed)
-
-    def _leads_to(self, head: Position, position: Position) -> bool:
-        """Return whether who has the anchor of `position` can follow the rounds since to `head`."""
-        if head.round - position.round >= KEPT_ROUNDS:  # packets of these rounds may be gone
-            return False
-        while position.round < head.round and (outcome := self._board.outcome(position.round)) is not None:
-            position = position.after(outcome)
-        return position == head
-
-    def _begin_uploads(self) -> None:
-        """Begin to send the anchor to the newcomers to which slot 0 hands it over."""
-        if self._held is None:
-            return
-        anchor, position = self._held
-        handed = self._launch.handed()
-        for newcomer, number in handed.items():
-            if newcomer not in self._handed and number == position.round:
-                self._handed.add(newcomer)
-                self._uploads.append(_Upload(newcomer, anchor, position))
-        self._handed &= handed.keys()
-
-    def _send_chunk(self, upload: _Upload) -> float:
-        """Send a chunk of an anchor, if the newcomer has taken enough; return seconds until the next one."""
-        count, newcomer = len(upload.chunks), upload.newcomer
-        if upload.shipment.sent < min(count, upload.taken + WINDOW):
-            upload.shipment = upload.shipment._replace(sent=upload.shipment.sent + 1)
-            self._board.ship(newcomer, self._slot, upload.chunks[upload.shipment.sent - 1], upload.shipment)
-            return 0.0
-        now = time.monotonic()
-        if now < upload.next_look:
-            return upload.next_look - now
-        upload.next_look = now + LOOK_S
-        taken = self._board.taken(newcomer, self._slot)
-        if taken is not None and taken > upload.taken:
-            upload.taken, upload.moved = taken, now
-        is_over = taken is None or taken < 0
-        if upload.taken == count or is_over or now - upload.moved > self._limit:
-            self._uploads.remove(upload)
-            self._board.end_shipment(newcomer, self._slot)
-            if upload.taken < count and self._slot == 0:
-                self._forget(str(newcomer))
-        return 0.0
-
-    def _take_anchor(self, numel: int, digest: str) -> tuple[Anchor | None, Position]:
-        beats, heard = "", time.monotonic()
-
-        def ready() -> bool | None:
-            nonlocal beats, heard
-            if self._board.shipment(self.number, self._slot) or self._launch.alone() is not None:
-                return True
-            if self._slot == 0 and (now := self._board.beats()) != beats:
-                beats, heard = now, time.monotonic()
-            if self._slot == 0 and time.monotonic() - heard > ABANDONED_S:
-                head = self._board.head()
-                self._board.move_head(head, Position(head.round, digest))
-                self._forget(str(self.number))
-                self._launch.go_alone(head.round)
-            return None
-
-        self._wait(ready, "the anchor of another replica")
-        if (number := self._launch.alone()) is not None:
-            self._board.end_shipment(self.number, self._slot)
-            return None, Position(number, digest)
-        shipment = self._board.shipment(self.number, self._slot)
-        assert shipment is not None
-        if shipment.numel != numel:
-            raise CompressionError(f"an anchor of {shipment.numel} values came, expected {numel}")
-        anchor = Anchor(*(torch.empty(numel, dtype=torch.float32, device="cpu") for _ in range(2)))
-        for number, chunk in enumerate(_chunks(anchor)):
-            self._wait(functools.partial(self._has_chunk, number), f"part {number} of an anchor")
-            content = self._board.take(self.number, self._slot, number)
-            if len(content) != chunk.numel():
-                expected = f"expected {chunk.numel()}"
-                raise CompressionError(f"part {number} of an anchor has {len(content)} bytes, {expected}")
-            chunk.numpy()[:] = memoryview(content)
-            self._board.say_taken(self.number, self._slot, number + 1)
-        self._has_caught_up = True
-        return anchor, shipment.position
-
-    def _has_chunk(self, number: int) -> bool | None:
-        found = self._board.shipment(self.number, self._slot)
-        return True if found is not None and found.sent > number else None
-
-    def _end_catch_up(self) -> None:
-        """Say that this newcomer needs no older packets, when it is a member."""
-        if self._has_caught_up:
-            self._has_caught_up = False
-            if self._slot == 0:
-                self._forget(str(self.number))
-            if self._board.taken(self.number, self._slot) is not None:  # who sent the anchor has died
-                self._board.end_shipment(self.number, self._slot)
-
-    def _forget(self, name: str) -> None:
-        self._board.change_newcomers(functools.partial(_without, name))
-
     def _wait(self, ready: Callable[[], Found | None], what: str) -> Found:
         """Return what `ready` returns, when it is not None.
 
@@ -553,17 +393,3 @@ class Rounds:
             pause = min(1.5 * pause, 0.5)
             self.ended.wait(min(pause, self.tend()))
         return found
-
-
-def _chunks(anchor: Anchor) -> list[Tensor]:
-    """Return views of an anchor: its bytes, in chunks."""
-    return [chunk for each in anchor for chunk in each.view(torch.uint8).split(CHUNK)]
-
-
-def _give(name: str, given: list[int], newcomers: dict[str, Any]) -> dict[str, Any] | None:
-    """Let a newcomer that waits have an anchor; None if it waits no more."""
-    return {**newcomers, name: given} if newcomers.get(name, given) is None else None
-
-
-def _without(name: str, newcomers: dict[str, Any]) -> dict[str, Any]:
-    return {each: given for each, given in newcomers.items() if each != name}

@@ -15,10 +15,11 @@ from torch.distributed import HashStore, TCPStore
 
 from ds_compress.config.replicas import OuterOptions, ReplicasOptions, build_replica_codec
 from ds_compress.errors import CompressionError
+from ds_compress.sites import handover
 from ds_compress.sites import rounds as rounds_module
-from ds_compress.sites.board import PREFIX, Position, members_of
+from ds_compress.sites.board import KEPT_ROUNDS, PREFIX, WINDOW, Position, members_of
 from ds_compress.sites.outer_step import Anchor, DeltaCodec, DeltaPart
-from ds_compress.sites.rounds import KEPT_ROUNDS, Rounds
+from ds_compress.sites.rounds import Rounds
 from ds_compress.sites.store import connect
 from tests.support.network import disturb, eventually, flood
 
@@ -171,7 +172,7 @@ def test_packets_of_one_that_was_killed_leave_the_store(store):
     assert all(store.check([key, f"{key}/0"]) for key in keys)
     for slot in first.slots:
         slot._options = OuterOptions(grace_s=0.1)
-    for _ in range(rounds_module.KEPT_ROUNDS):
+    for _ in range(KEPT_ROUNDS):
         play([first], [0.1])
     assert not any(store.check([key]) or store.check([f"{key}/0"]) for key in keys)
 
@@ -299,7 +300,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(rounds_module, "time", clock)
+    for module in (rounds_module, handover):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 
@@ -313,7 +315,7 @@ def test_one_that_is_behind_hands_over_and_the_newcomer_follows(store):
     newcomer.wait_for_anchor()
     behind.slots[0].idle()
     assert behind.slots[0]._board.newcomers() == {str(newcomer.number): None}, "one at the head comes first"
-    behind.slots[0]._behind_since = -rounds_module.ABANDONED_S  # it has waited for so long
+    behind.slots[0]._sender._behind_since = -handover.ABANDONED_S  # it has waited for so long
     newcomer.take_anchor(behind)
     assert newcomer.position == behind.position and dead.position.round == 3
     play_without_others([behind, newcomer], [0.1, 0.1])
@@ -359,8 +361,8 @@ def test_a_newcomer_to_which_nobody_hands_an_anchor_gives_up(store, clock):
 def test_an_anchor_that_makes_progress_is_not_given_up(store, is_lost, clock, monkeypatch):
     """What took longer than `grace_s` and 300 s was given up, asked for again, and sent again from the start.
     Now the time without progress is limited; if there is none, little was sent in vain."""
-    monkeypatch.setattr(rounds_module, "CHUNK", 4000)
-    monkeypatch.setattr(rounds_module, "LOOK_S", 0.0)
+    monkeypatch.setattr(handover, "CHUNK", 4000)
+    monkeypatch.setattr(handover, "LOOK_S", 0.0)
     first, newcomer = Launch(store), Launch(store, digest="another")
     begun, ships = clock.now, []
     for rounds in first.slots:
@@ -375,7 +377,12 @@ def test_an_anchor_that_makes_progress_is_not_given_up(store, is_lost, clock, mo
 
         rounds._board.ship = slowly
     if is_lost:
-        newcomer.slots[1]._has_chunk = lambda number: None
+        has_chunk = handover.AnchorReceiver._has_chunk
+
+        def loses_slot_1(self, number):
+            return has_chunk(self, number) if self._slot == 0 else None
+
+        monkeypatch.setattr(handover.AnchorReceiver, "_has_chunk", loses_slot_1)
     newcomer.wait_for_anchor()
     hand_over_until(first, newcomer.waits[0].done)
     chunks = 2 * 4 * NUMEL // 4000  # of a slot
@@ -388,7 +395,7 @@ def test_an_anchor_that_makes_progress_is_not_given_up(store, is_lost, clock, mo
         clock.now += 400.0
         hand_over_until(first, lambda: True)
     assert "part 0 of an anchor did not come within 360 s" in str(newcomer.waits[1].exception())
-    assert len(ships) == chunks + rounds_module.WINDOW
+    assert len(ships) == chunks + WINDOW
     for _ in range(20):
         play([first], [0.1])
     assert not [key for key in store.list_keys() if "/anchor/" in key]
@@ -427,7 +434,7 @@ def test_many_joins_leave_neither_keys_nor_calls(store, monkeypatch):
         play([first, second, newcomer], (0.1, 0.1, 0.1))
         play_without_others([first, second], (0.1, 0.1))  # it is killed
     for number in range(1000, 1100):  # these died while they waited
-        first.slots[0]._board.change_newcomers(lambda found, n=number: {**found, str(n): None})
+        first.slots[0]._board.ask_for_anchor(number)
     hand_over_until(first, lambda: not first.slots[0]._board.newcomers())
     after = calls_and_keys()
     assert after[0] <= calls + 10 and after[1] <= keys + 10
@@ -461,7 +468,7 @@ def test_one_that_is_killed_in_its_turn_and_comes_back_is_caught_up(store):
 
 
 def test_a_newcomer_goes_on_alone_if_all_others_are_gone(store, monkeypatch):
-    monkeypatch.setattr(rounds_module, "ABANDONED_S", 0.2)
+    monkeypatch.setattr(handover, "ABANDONED_S", 0.2)
     play([Launch(store)], [0.1])
     newcomer = Launch(store, digest="another", grace_s=0.3)  # the other one was announced
     found = [future.result(PATIENCE) for future in newcomer.catch_up()]

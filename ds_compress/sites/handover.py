@@ -1,0 +1,229 @@
+"""Hand an anchor over to a newcomer: in chunks, through the store, while the replica that has it goes on.
+
+A newcomer asks for an anchor. Slot 0 of a replica that is between two exchanges gives it the one that the
+replica has, and every slot sends its part, of which `WINDOW` chunks are in the store at once. The newcomer
+then follows the rounds since.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_compress.errors import CompressionError
+from ds_compress.sites.board import CHUNK, KEPT_ROUNDS, WINDOW, Board, LaunchBoard, Position, Shipment
+from ds_compress.sites.outer_step import Anchor
+
+LOOK_S = 0.05
+"""Seconds between two looks at what a newcomer has taken."""
+
+ABANDONED_S = 60.0
+"""Seconds without a sign of life after which a newcomer goes on with its own weights."""
+
+
+class _Upload:
+    """An anchor that this slot hands over."""
+
+    def __init__(self, newcomer: int, anchor: Anchor, position: Position):
+        self.newcomer = newcomer
+        self.chunks = _chunks(anchor)
+        self.shipment = Shipment(anchor.values.numel(), position, 0)
+        self.taken, self.moved = 0, time.monotonic()  # chunks, and when their number has changed
+        self.next_look = 0.0
+
+
+class AnchorSender:
+    """Hands the anchor of a replica over to newcomers; one for each slot."""
+
+    def __init__(self, board: Board, launch: LaunchBoard, slot: int, slots: int, limit: float):
+        """
+        Args:
+            limit: seconds without progress after which a newcomer is given up.
+        """
+        self._board, self._launch = board, launch
+        self._slot, self._slots, self._limit = slot, slots, limit
+        self._held: tuple[Anchor, Position] | None = None  # for newcomers to take
+        self._uploads: list[_Upload] = []
+        self._handed = set[int]()  # newcomers whose upload has begun
+        self._behind_since: float | None = None  # since when a newcomer waits beside this replica
+
+    @property
+    def has_anchor(self) -> bool:
+        """Return whether newcomers can have an anchor of this replica."""
+        return self._held is not None
+
+    def hold(self, anchor: Anchor, position: Position) -> None:
+        """Let newcomers have `anchor` from now on."""
+        self._held = anchor, position
+
+    def hand_over(self, replica: int, kept_rounds: int) -> None:
+        """Let newcomers that wait have the anchor, if this is slot 0; other slots are not ahead of it.
+
+        Args:
+            replica: number of this one.
+            kept_rounds: rounds for which packets are in the store.
+        """
+        if self._slot or self._held is None:
+            return
+        _, position = self._held
+        newcomers = self._board.newcomers()
+        for name, given in newcomers.items():
+            if given is not None and given[0] <= position.round - kept_rounds:  # it has died
+                self._board.forget_newcomer(int(name))
+                for slot in range(self._slots):
+                    self._board.end_shipment(int(name), slot)
+        waiting = [int(name) for name, given in newcomers.items() if given is None and int(name) != replica]
+        if not waiting:
+            self._behind_since = None
+            return
+        head = self._board.head()
+        if not self._leads_to(head, position):
+            self._held = None  # no newcomer needs signs of life of this replica
+            return
+        if head == position:
+            self._behind_since = None
+        else:
+            if self._behind_since is None:
+                self._behind_since = time.monotonic()
+            if time.monotonic() - self._behind_since < ABANDONED_S:
+                return  # one at the head hands over before that
+        handed = self._launch.handed()
+        handed = {each: number for each, number in handed.items() if number > position.round - KEPT_ROUNDS}
+        for newcomer in waiting:
+            if self._board.give_anchor(newcomer, position.round, replica):
+                handed[newcomer] = position.round
+        self._launch.set_handed(handed)
+
+    def begin_uploads(self) -> None:
+        """Begin to send the anchor to the newcomers to which slot 0 hands it over."""
+        if self._held is None:
+            return
+        anchor, position = self._held
+        handed = self._launch.handed()
+        for newcomer, number in handed.items():
+            if newcomer not in self._handed and number == position.round:
+                self._handed.add(newcomer)
+                self._uploads.append(_Upload(newcomer, anchor, position))
+        self._handed &= handed.keys()
+
+    def send_chunks(self, longest: float) -> float:
+        """Send a chunk to each newcomer that has taken enough; return the seconds until there are more to
+        send, at most `longest`."""
+        return min([longest, *(self._send_chunk(upload) for upload in list(self._uploads))])
+
+    def _leads_to(self, head: Position, position: Position) -> bool:
+        """Return whether who has the anchor of `position` can follow the rounds since to `head`."""
+        if head.round - position.round >= KEPT_ROUNDS:  # packets of these rounds may be gone
+            return False
+        while position.round < head.round and (outcome := self._board.outcome(position.round)) is not None:
+            position = position.after(outcome)
+        return position == head
+
+    def _send_chunk(self, upload: _Upload) -> float:
+        """Send a chunk of an anchor, if the newcomer has taken enough; return seconds until the next one."""
+        count, newcomer = len(upload.chunks), upload.newcomer
+        if upload.shipment.sent < min(count, upload.taken + WINDOW):
+            upload.shipment = upload.shipment._replace(sent=upload.shipment.sent + 1)
+            self._board.ship(newcomer, self._slot, upload.chunks[upload.shipment.sent - 1], upload.shipment)
+            return 0.0
+        now = time.monotonic()
+        if now < upload.next_look:
+            return upload.next_look - now
+        upload.next_look = now + LOOK_S
+        taken = self._board.taken(newcomer, self._slot)
+        if taken is not None and taken > upload.taken:
+            upload.taken, upload.moved = taken, now
+        is_over = taken is None or taken < 0
+        if upload.taken == count or is_over or now - upload.moved > self._limit:
+            self._uploads.remove(upload)
+            self._board.end_shipment(newcomer, self._slot)
+            if upload.taken < count and self._slot == 0:
+                self._board.forget_newcomer(newcomer)
+        return 0.0
+
+
+class AnchorReceiver:
+    """Takes the anchor of another replica, as a newcomer; one for each slot."""
+
+    def __init__(self, board: Board, launch: LaunchBoard, newcomer: int, slot: int, wait: Callable[..., Any]):
+        """
+        Args:
+            newcomer: number of this replica.
+            wait: waits until a function returns something, and returns that; takes what is waited for, too.
+        """
+        self._board, self._launch, self._wait = board, launch, wait
+        self._newcomer, self._slot = newcomer, slot
+
+    def receive(self, numel: int, digest: str) -> tuple[Anchor | None, Position]:
+        """Ask for an anchor and receive it; arguments and result are those of `Rounds.catch_up`."""
+        self._board.say_taken(self._newcomer, self._slot, 0)
+        if self._slot == 0:
+            self._board.ask_for_anchor(self._newcomer)
+        try:
+            return self._take(numel, digest)
+        except CompressionError:
+            if self._board.newcomers().get(str(self._newcomer)) is not None:
+                self._board.say_taken(self._newcomer, self._slot, -1)  # who sends it deletes it
+            else:
+                self._board.end_shipment(self._newcomer, self._slot)
+                if self._slot == 0:
+                    self._board.forget_newcomer(self._newcomer)
+            raise
+
+    def end(self) -> None:
+        """Say that this newcomer needs no older packets, when it is a member."""
+        if self._slot == 0:
+            self._board.forget_newcomer(self._newcomer)
+        if self._board.taken(self._newcomer, self._slot) is not None:  # who sent the anchor has died
+            self._board.end_shipment(self._newcomer, self._slot)
+
+    def _take(self, numel: int, digest: str) -> tuple[Anchor | None, Position]:
+        self._wait(self._watch(digest), "the anchor of another replica")
+        if (number := self._launch.alone()) is not None:
+            self._board.end_shipment(self._newcomer, self._slot)
+            return None, Position(number, digest)
+        shipment = self._board.shipment(self._newcomer, self._slot)
+        assert shipment is not None
+        if shipment.numel != numel:
+            raise CompressionError(f"an anchor of {shipment.numel} values came, expected {numel}")
+        anchor = Anchor(*(torch.empty(numel, dtype=torch.float32, device="cpu") for _ in range(2)))
+        for number, chunk in enumerate(_chunks(anchor)):
+            self._wait(functools.partial(self._has_chunk, number), f"part {number} of an anchor")
+            content = self._board.take(self._newcomer, self._slot, number)
+            if len(content) != chunk.numel():
+                expected = f"expected {chunk.numel()}"
+                raise CompressionError(f"part {number} of an anchor has {len(content)} bytes, {expected}")
+            chunk.numpy()[:] = memoryview(content)
+            self._board.say_taken(self._newcomer, self._slot, number + 1)
+        return anchor, shipment.position
+
+    def _watch(self, digest: str) -> Callable[[], bool | None]:
+        """Return what looks for an anchor; without signs of life of others this launch goes on alone."""
+        beats, heard = "", time.monotonic()
+
+        def ready() -> bool | None:
+            nonlocal beats, heard
+            if self._board.shipment(self._newcomer, self._slot) or self._launch.alone() is not None:
+                return True
+            if self._slot == 0 and (now := self._board.beats()) != beats:
+                beats, heard = now, time.monotonic()
+            if self._slot == 0 and time.monotonic() - heard > ABANDONED_S:
+                head = self._board.head()
+                self._board.move_head(head, Position(head.round, digest))
+                self._board.forget_newcomer(self._newcomer)
+                self._launch.go_alone(head.round)
+            return None
+
+        return ready
+
+    def _has_chunk(self, number: int) -> bool | None:
+        found = self._board.shipment(self._newcomer, self._slot)
+        return True if found is not None and found.sent > number else None
+
+
+def _chunks(anchor: Anchor) -> list[Tensor]:
+    """Return views of an anchor: its bytes, in chunks."""
+    return [chunk for each in anchor for chunk in each.view(torch.uint8).split(CHUNK)]
