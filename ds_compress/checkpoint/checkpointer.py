@@ -46,6 +46,7 @@ from ds_compress.checkpoint.search import (
     saved_state,
 )
 from ds_compress.errors import CompressionError, in_one_line
+from ds_compress.transport.collectives import all_gather, lowest
 from ds_compress.version import __version__
 
 log = logging.getLogger("ds_compress")
@@ -78,16 +79,9 @@ def _state(session: Any) -> dict[str, Tensor]:
     }
 
 
-def _smallest(device: torch.device, *values: int) -> list[int]:
-    """Return the smallest of each of `values` over all ranks."""
-    everywhere = torch.tensor(values, dtype=torch.int64, device=device)
-    dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
-    return everywhere.tolist()
-
-
 def _first_with(device: torch.device, failure: bool) -> int | None:
     """Return the first rank that has a failure, None if there is none; every rank calls it."""
-    (rank,) = _smallest(device, dist.get_rank() if failure else dist.get_world_size())
+    (rank,) = lowest(device, dist.get_rank() if failure else dist.get_world_size())
     return rank if rank < dist.get_world_size() else None
 
 
@@ -144,7 +138,7 @@ def _load_state(session: Any, root: Path, tag: str, rank: Rank) -> None:
     text = json.dumps(state, sort_keys=True).encode()
     number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
     had = bool(state.get("adopted"))
-    least, most, lost = _smallest(engine.device, number, -number, -had)
+    least, most, lost = lowest(engine.device, number, -number, -had)
     alike = least == -most
     resumed, failure = False, ""
     try:
@@ -182,9 +176,7 @@ def load(session: Any, root: Path, tag: str, restore: bool) -> None:
     for row, side, its in zip(rows, sides, found):
         row.copy_(Verdict.row((side.layer, rank.replica, rank.tensor_parallel), side, its))
     rows = rows.to(engine.device)
-    everywhere = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-    dist.all_gather(everywhere, rows)
-    verdict = Verdict(row for each in everywhere for row in each.tolist())
+    verdict = Verdict(row for each in all_gather(rows) for row in each.tolist())
     for side, its in zip(sides, found):
         restored = verdict.status[side.layer, rank.replica] == RESTORED
         memories = its.memories if restored else {}

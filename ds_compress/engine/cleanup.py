@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from ds_compress.transport.collectives import lowest
+
 FREED_ALONE = ("gloo",)
 """Backends whose groups need no other rank to be freed."""
 
@@ -40,9 +42,8 @@ def free_unused(device: torch.device) -> None:
         gc.collect()  # DeepSpeed's engines are in cycles
     if not _shared:
         return
-    gone = torch.tensor([number in _left for number in _shared], dtype=torch.int32, device=device)
-    dist.all_reduce(gone, op=dist.ReduceOp.MIN)
-    for number in [number for number, everywhere in zip(_shared, gone.tolist()) if everywhere]:
+    gone = lowest(device, *(number in _left for number in _shared))
+    for number in [number for number, everywhere in zip(_shared, gone) if everywhere]:
         _shared.remove(number)
         _free(_left.pop(number))
 

@@ -40,6 +40,7 @@ from ds_compress.replicas.exchange import Replicas
 from ds_compress.replicas.factors import build_exchange, compressed_parameters
 from ds_compress.replicas.parameters import ParameterExchange, Range
 from ds_compress.replicas.slices import DTYPES, Gradient, SliceCodec
+from ds_compress.transport.collectives import lowest
 
 logger = logging.getLogger("ds_compress")
 
@@ -336,9 +337,8 @@ def connect_replicas(engine: Any, config: Config) -> GradientTraffic | None:
     own = next(group for group, ranks in zip(groups, engine.grid.dp_groups) if dist.get_rank() in ranks)
     has_owners = not engine.has_moe_layers and not any(layers(config.replica_codec, LowRank))
     partitions = isinstance(engine.optimizer, BF16_Optimizer) and has_owners
-    everywhere = torch.tensor(int(partitions), dtype=torch.int32, device=engine.device)
-    dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)  # some stages may have MoE layers
-    traffic = GradientTraffic(engine, config, own, bool(everywhere))
+    everywhere = lowest(engine.device, partitions)  # some stages may have MoE layers
+    traffic = GradientTraffic(engine, config, own, any(everywhere))
     mix_in(engine.optimizer, traffic)
     return traffic
 

@@ -36,8 +36,8 @@ from ds_compress.runtime.depth import DepthController
 from ds_compress.runtime.guard import Guard
 from ds_compress.runtime.policy import PolicyController
 from ds_compress.runtime.replica_check import ReplicaCheck
-from ds_compress.runtime.stage_profile import all_gather
 from ds_compress.runtime.watchdog import Watchdog
+from ds_compress.transport.collectives import all_gather
 
 WRITTEN = (*DIRECTIONS, "boundaries", "policy", "quality")
 """Keys of the block that have to be the same for a checkpoint's settings to go on."""

@@ -10,7 +10,7 @@ from ds_compress.config import DIRECTIONS
 from ds_compress.engine.intercept import ShapeLinks
 from ds_compress.engine.stage import Instruction, Stage
 from ds_compress.message.channel import Channel
-from ds_compress.runtime.stage_profile import all_gather
+from ds_compress.transport.collectives import all_gather
 from ds_compress.transport.p2p import (
     EagerReceiver,
     EagerSender,

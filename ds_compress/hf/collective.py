@@ -8,7 +8,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_compress.errors import CompressionError, in_one_line
-from ds_compress.runtime.stage_profile import all_gather
+from ds_compress.transport.collectives import all_gather
 
 
 def gather_integers(value: int) -> list[int]:

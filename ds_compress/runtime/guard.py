@@ -28,6 +28,7 @@ from ds_compress.message.channel import Mode
 from ds_compress.message.part import Engine, RuntimePart, Step
 from ds_compress.monitor.limits import LOSSLESS, MessageQuality
 from ds_compress.monitor.metrics import LOSS_COST, label
+from ds_compress.transport.collectives import lowest
 
 
 def is_lossy(codec: Codec) -> bool:
@@ -131,10 +132,7 @@ class Guard(RuntimePart):
     def _has_batches(self, engine: Engine) -> bool:
         """Return whether all stages that load micro-batches have those to compare on; every rank calls it."""
         loads = engine.is_first_stage() or engine.is_last_stage()
-        ready = float(len(self.batches) == self.batches.maxlen or not loads)
-        known = torch.tensor(ready, dtype=torch.float32, device=engine.device)
-        dist.all_reduce(known, op=dist.ReduceOp.MIN)
-        return bool(known.item())
+        return any(lowest(engine.device, len(self.batches) == self.batches.maxlen or not loads))
 
     def _loss(self, engine: Engine, replay: Replay, mode: Mode) -> Tensor:
         """Return the mean loss, fp32 []: 0 before the last stage, nan if it is no number."""

@@ -15,7 +15,7 @@ from ds_compress.checkpoint.search import MOST_SIDES, Side
 from ds_compress.config import DIRECTIONS
 from ds_compress.feedback.digest import window_digest
 from ds_compress.message.part import RuntimePart, StageView, Step
-from ds_compress.runtime.stage_profile import all_gather
+from ds_compress.transport.collectives import all_gather
 
 log = logging.getLogger("ds_compress")
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
 
 from ds_compress.config import DIRECTIONS
 from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
@@ -26,6 +25,7 @@ from ds_compress.message.part import Engine, StageView
 from ds_compress.planning.depth import MemoryBudget
 from ds_compress.planning.step_time import LinkSpeed, MessageCost, Workload
 from ds_compress.runtime.memory_use import allocatable_bytes, in_use
+from ds_compress.transport.collectives import all_gather
 from ds_compress.transport.p2p import Receiver, Sender
 from ds_compress.transport.probe import LinkMeasurement, probe
 
@@ -167,13 +167,6 @@ def gather(row: Row, device: torch.device) -> list[Row]:
     """Gather the rows of all ranks on every rank; all rows must have the same columns in the same order."""
     mine = torch.tensor(list(row.values()), dtype=torch.float64, device=device)
     return [dict(zip(row, each.tolist())) for each in all_gather(mine)]
-
-
-def all_gather(mine: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-    """Gather the tensor `mine` of all ranks of `group`, None: of the job, on every one of them."""
-    everywhere = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everywhere, mine, group=group)
-    return everywhere
 
 
 @dataclass(frozen=True)

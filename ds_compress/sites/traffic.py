@@ -35,6 +35,7 @@ from ds_compress.sites.outer_step import Anchor
 from ds_compress.sites.rounds import ExchangeResult, patience
 from ds_compress.sites.store import PLACE, parse_address, reconnect, run_in_thread, shared_settings
 from ds_compress.sites.worker import Worker
+from ds_compress.transport.collectives import lowest
 
 ANSWER_S = 5.0
 """Seconds for which training waits for a store that does not answer."""
@@ -189,7 +190,7 @@ class OuterTraffic(RuntimePart):
         if self._pending is None:
             return
         state, failure = self._await_result()
-        everywhere = self._lowest(state)
+        (everywhere,) = lowest(self._device, state)
         self._is_late = everywhere == LATE and not is_last
         if self._is_late:
             return
@@ -286,7 +287,7 @@ class OuterTraffic(RuntimePart):
         """Return whether the store can be reached again, without a wait for it; all ranks call it."""
         if self._probe is not None and self._probe.done() and self._probe.exception() is not None:
             self._probe = run_in_thread(reconnect, "ds_compress_probe")
-        return self._lowest(int(self._probe is None or self._probe.done())) > 0
+        return any(lowest(self._device, self._probe is None or self._probe.done()))
 
     def _check_trained(self, engine: Engine) -> None:
         """
@@ -300,7 +301,7 @@ class OuterTraffic(RuntimePart):
             for name, p in engine.module.named_parameters()
             if p.requires_grad and id(p) in stepped and id(p) not in known
         ]
-        if self._lowest(int(not thawed)) == 0:
+        if not any(lowest(self._device, not thawed)):
             which = f"{thawed[0]!r} is" if thawed else "parameters of another rank are"
             raise CompressionError(
                 f"{PLACE}.every: {which} trained now, but not when deepspeed.initialize was called, so other "
@@ -336,7 +337,7 @@ class OuterTraffic(RuntimePart):
             except (CompressionError, RuntimeError) as error:
                 failure = in_one_line(error)
         self._worker = join.worker
-        if self._lowest(int(not failure)) == 0:
+        if not any(lowest(self._device, not failure)):
             self._leave(failure if dist.get_rank() == 0 or "membership" in verdict else "")
             return False
         self.position = position
@@ -350,9 +351,3 @@ class OuterTraffic(RuntimePart):
         weights = "its own weights" if anchor is None else "the others' weights"
         say(f"replica {verdict['membership'][0]} joins at {place}, with {weights}")
         return anchor is not None
-
-    def _lowest(self, value: int) -> int:
-        """Return the lowest `value` of all ranks of the launch; each calls it."""
-        everywhere = torch.tensor(value, dtype=torch.int32, device=self._device)
-        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
-        return int(everywhere)

@@ -1,0 +1,21 @@
+"""How ranks agree: small collectives of numbers, which all of them call."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+
+def all_gather(mine: Tensor, group: Any = None) -> list[Tensor]:
+    """Gather the tensor `mine` of all ranks of `group`, None: of the job, on every one of them."""
+    everywhere = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everywhere, mine, group=group)
+    return everywhere
+
+
+def lowest(device: torch.device, *values: int) -> list[int]:
+    """Return the lowest of each of `values` over all ranks of the job."""
+    everywhere = torch.tensor(values, dtype=torch.int64, device=device)
+    dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+    return everywhere.tolist()
