@@ -13,9 +13,10 @@ from ds_compress.codecs.message_error import UNKNOWN, MessageError, compare
 from ds_compress.config import DIRECTIONS, Config
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary, Channel
+from ds_compress.message.clock import HostClock
 from ds_compress.message.dependence import DependencyTracker
 from ds_compress.message.gradient_error import AVERAGED, GradientError
-from ds_compress.message.meters import largest
+from ds_compress.message.meters import SendingMeter
 from ds_compress.message.observer import Observer, SeenMessage
 from ds_compress.monitor.limits import MessageQuality
 from ds_compress.monitor.lines import violation_note
@@ -57,7 +58,7 @@ class SimulatedBoundary(nn.Module):
         self.sending = self.upstream.forward, self.downstream.backward
         self.micro_batches = micro_batches
         self.errors = {direction: MeanError() for direction in DIRECTIONS}
-        self.limits = {direction: LimitCheck() for direction in DIRECTIONS}
+        self.limits = {direction: LimitCheck(direction) for direction in DIRECTIONS}
         self.ends = {
             each.direction: SimulatedEnd(each, [self.errors[each.direction], self.limits[each.direction]])
             for each in self.sending
@@ -170,24 +171,19 @@ class MeanError(Observer):
 class LimitCheck(Observer):
     """Messages of one direction against the limits of the guard, in the steps that it checks."""
 
-    def __init__(self) -> None:
+    def __init__(self, direction: str) -> None:
         self.gradient_error = 0.0  # largest of all checks
-        self._comparison: Tensor | None = None  # of the message of the first micro-batch
-        self._gradients = GradientError()
-        self._largest: list[Tensor] = []  # of each message
+        self._gradients = GradientError() if direction == "backward" else None
+        self._meter: SendingMeter | None = None  # of a step that is checked
         self._before: dict[str, float] = {}  # values of the check before
         self._warned: set[tuple[str, str]] = set()  # (codec, limit)
 
     def after(self, message: SeenMessage) -> None:
-        config, (sent, arrived) = message.channel.boundary.config, _compressed(message)
-        step, micro_batch = message.message_id.step + 1, message.message_id.micro_batch
-        if not sent or not config.block.guard.is_due(step - config.warmup_steps):
-            return
-        self._largest.append(largest(sent))
-        if micro_batch == 0:
-            self._comparison = compare(sent, arrived)
-        if message.channel.direction == "backward" and micro_batch < AVERAGED:
-            self._gradients.add(sent, arrived)
+        config, (sent, _) = message.channel.boundary.config, _compressed(message)
+        if sent and config.block.guard.is_due(message.message_id.step + 1 - config.warmup_steps):
+            compared = range(AVERAGED if self._gradients else 1)
+            self._meter = self._meter or SendingMeter(HostClock(), compared, self._gradients)
+            self._meter.after(message)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -196,19 +192,12 @@ class LimitCheck(Observer):
 
     def warn(self, channel: Channel) -> None:
         """Log each value of the step beyond a limit, once per limit and codec, as the monitor does."""
-        if self._comparison is None:
+        meter, self._meter = self._meter, None
+        if meter is None:
             return
-        error = MessageError(*self._comparison.tolist())
-        finite = torch.stack(self._largest).isfinite().double().mean().item()
-        self._comparison, self._largest = None, []
-        values = {
-            **error._asdict(),
-            "gradient_error": self._gradients.value,
-            "nonfinite_share": 1 - finite,
-        }
-        if channel.direction == "backward":
-            self.gradient_error = max(self.gradient_error, values["gradient_error"])
-        values |= residual_values(channel, error.message_norm)
+        values = meter.values()
+        self.gradient_error = max(self.gradient_error, values["gradient_error"])
+        values |= residual_values(channel, values["message_norm"])
         config, codec = channel.boundary.config, str(channel.codec)
         quality = MessageQuality.of(values, self._before, channel.direction)
         found = quality.violations(config.block.guard)
