@@ -105,13 +105,15 @@ def add_import(parser: Any) -> None:
     )
 
 
-def add_message(parser: Any, shape_required: bool = True) -> None:
+def add_message(parser: Any, required: bool = True) -> None:
     """Add `--stages`, and `--shape` and `--dtype` of what they send."""
-    parser.add_argument("--stages", type=integer(1, 2**16), required=True, help="number of pipeline stages")
+    parser.add_argument(
+        "--stages", type=integer(1, 2**16), required=required, help="number of pipeline stages"
+    )
     parser.add_argument(
         "--shape",
         type=shape,
-        required=shape_required,
+        required=required,
         help="shape of the tensor between two stages, such as 4,1024,768",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="dtype of that tensor")

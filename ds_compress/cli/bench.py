@@ -10,6 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,19 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from ds_compress import config  # noqa: F401  (registers the codecs)
 from ds_compress.cli.arguments import DTYPES, add_import, device, shape
 from ds_compress.cli.console import show
 from ds_compress.codec import CODECS, Codec, Context, TensorSpec, build, check_accepted, names
 from ds_compress.codecs.message_error import MessageError, measure_error
 from ds_compress.codecs.mixins import ObservesWarmup, ReusesForwardIndices, layers
 from ds_compress.codecs.shapes import matrix_shape
+from ds_compress.config import Config
 from ds_compress.errors import CompressionError, shown
 from ds_compress.feedback import FeedbackCodec
 from ds_compress.kernels.backends import prepare
+from ds_compress.message.channel import Boundary
+from ds_compress.message.clock import clock_for
+from ds_compress.planning.evaluate import REPEATS, ByMicroBatch, Measurements, measure_codecs
 
 OUTLIERS = 6
 """Channels of the benchmark tensor that are 20 times as large, as in a transformer's hidden states."""
@@ -35,8 +39,8 @@ SINK = 150.0
 """Norm of the attention sink in the benchmark tensor, in norms of the median token, as in SmolLM2."""
 SINK_CHANNELS = 2
 """Outlier channels that hold the attention sink."""
-REPEATS = 7
-REPEAT_SECONDS = 0.05
+BATCHES = 7
+BATCH_SECONDS = 0.05
 
 
 def add_parser(subparsers: Any) -> None:
@@ -130,6 +134,23 @@ def benchmark_tensor(
     return x.to(device, dtype)
 
 
+def measure_boundary(config: Config, number: int, spec: TensorSpec) -> dict[str, Measurements]:
+    """Measure the codecs of boundary `number` on messages of one benchmark tensor, by direction."""
+    ends = Boundary(number, config), Boundary(number, config)
+    return measure_codecs(ends, _messages(spec), clock_for(spec.device))
+
+
+@lru_cache(maxsize=1)
+def _messages(spec: TensorSpec) -> tuple[ByMicroBatch, ByMicroBatch]:
+    """Return messages forward and backward, all different: activations and gradients are large in different
+    channels, and gradients have no attention sink."""
+    made = [
+        [benchmark_tensor(spec.shape, spec.dtype, spec.device, seed, has_sink=seed < REPEATS)]
+        for seed in range(2 * REPEATS)
+    ]
+    return dict(enumerate(made[:REPEATS])), dict(enumerate(made[REPEATS:]))
+
+
 def measure(codec: Codec, x: Tensor) -> dict[str, Any]:
     """Measure one row of the benchmark; times are medians, bytes are those of the payload."""
     spec = TensorSpec.of(x)
@@ -161,18 +182,17 @@ def measure(codec: Codec, x: Tensor) -> dict[str, Any]:
     }
 
 
-def size_and_error(codec: Codec, x: Tensor, before: Tensor | None = None) -> tuple[float, MessageError]:
-    """Measure bits per value of the payload of `x`, and what it loses; `before`: see `contexts`."""
-    sender, receiver = contexts(codec, x, before)
+def size_and_error(codec: Codec, x: Tensor) -> tuple[float, MessageError]:
+    """Measure bits per value of the payload of `x`, and what it loses."""
+    sender, receiver = contexts(codec, x)
     parts = codec.encode(x, sender)
     decoded = codec.decode(parts, TensorSpec.of(x), receiver)
     return 8 * sum(part.nbytes for part in parts) / x.numel(), measure_error([x], [decoded])
 
 
-def contexts(codec: Codec, x: Tensor, before: Tensor | None = None) -> tuple[Context, Context]:
+def contexts(codec: Codec, x: Tensor) -> tuple[Context, Context]:
     """Return contexts of sender and receiver as in the midst of training: what a codec takes over from an
-    earlier message, a selection or the buffers of the same samples, is there. `before`: the forward
-    message that a backward codec follows, of x's shape and dtype; x itself if not given."""
+    earlier message, a selection or the buffers of the same samples, is there, as if that had been `x`."""
     ids = codec.feedback.sample_ids if isinstance(codec, FeedbackCodec) else None
     count = ids.count([TensorSpec.of(x)]) if ids else 0
     samples = torch.arange(count, dtype=torch.int64, device="cpu") if ids else None
@@ -182,7 +202,7 @@ def contexts(codec: Codec, x: Tensor, before: Tensor | None = None) -> tuple[Con
         layer.observe(x, receiver)
     forward = codec.forward_partner() if isinstance(codec, ReusesForwardIndices) else None
     if forward is not None:
-        forward.decode(forward.encode(x if before is None else before, sender), TensorSpec.of(x), receiver)
+        forward.decode(forward.encode(x, sender), TensorSpec.of(x), receiver)
         sender.direction = receiver.direction = "backward"
     return sender, receiver
 
@@ -190,8 +210,8 @@ def contexts(codec: Codec, x: Tensor, before: Tensor | None = None) -> tuple[Con
 def seconds_per_call(function: Callable[[], object], device: torch.device) -> float:
     """Measure seconds per call, median of several batches after one unmeasured call."""
     once = _seconds(function, 1, device)
-    calls = max(1, int(REPEAT_SECONDS / max(once, 1e-6)))
-    return statistics.median(_seconds(function, calls, device) / calls for _ in range(REPEATS))
+    calls = max(1, int(BATCH_SECONDS / max(once, 1e-6)))
+    return statistics.median(_seconds(function, calls, device) / calls for _ in range(BATCHES))
 
 
 def _seconds(function: Callable[[], object], calls: int, device: torch.device) -> float:

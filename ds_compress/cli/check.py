@@ -11,6 +11,7 @@ import torch
 
 from ds_compress.autoload import near_misses
 from ds_compress.cli.arguments import DTYPES, add_import, add_message, integer, number
+from ds_compress.cli.bench import measure_boundary
 from ds_compress.cli.console import importing_deepspeed, show
 from ds_compress.codec import CODECS, TensorSpec
 from ds_compress.codecs.lowrank import LowRank
@@ -19,7 +20,6 @@ from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.config.recipes import LIMITS
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary
-from ds_compress.message.clock import clock_for
 from ds_compress.message.packet import PacketLayout
 from ds_compress.replicas.slices import slice_numel
 
@@ -195,36 +195,20 @@ def pipeline_notes(ds_config: Mapping[str, Any]) -> Iterator[str]:
 def slow_notes(config: Config, rows: Sequence[Mapping[str, Any]], args: argparse.Namespace) -> Iterator[str]:
     """Yield one line for each codec that takes longer than sending its message uncompressed.
 
-    Each is measured on one message of random values.
-
     Args:
         rows: of `message_sizes`.
         args: of the command: `shape`, `dtype`, and `gbps` of the link.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    clock, x = (
-        clock_for(device),
-        torch.randn(args.shape, dtype=torch.float32, device=device).to(DTYPES[args.dtype]),
-    )
-    measured = set[str]()
+    spec, measured = TensorSpec(args.shape, DTYPES[args.dtype], device), set[str]()
     for row in rows:
         place, direction = row["boundary"], row["direction"]
         if place == "replicas" or row["codec"] in (*UNCOMPRESSED, *measured):
             continue
-        feedback = config.in_force.codecs(place).feedbacks[direction]
-        if feedback.sample_ids is not None:  # a message is of its samples
-            continue
         measured.add(row["codec"])
-        channels = [getattr(Boundary(place, config), direction) for _ in range(2)]
-        times = []
-        for micro_batch in range(2):  # the first one builds tables
-            message_id = channels[0].message_id(config.warmup_steps, micro_batch)
-            start = clock.mark()
-            packet, extra, layout = channels[0].encode([x], message_id)
-            middle = clock.mark()
-            channels[1].decode(packet, layout, message_id, lambda nbytes, extra=extra: extra)
-            times.append((clock.ms(start, middle) / 1e3, clock.ms(middle, clock.mark()) / 1e3))
-        (encode, decode), uncompressed = min(times, key=sum), 8e-9 * row["raw_bytes"] / args.gbps
+        found = measure_boundary(config, place, spec)[direction]
+        encode, decode = found["encode"], found["decode"]
+        uncompressed = 8e-9 * row["raw_bytes"] / args.gbps
         if encode + decode > uncompressed:
             yield (
                 f"{KEY}.{direction}.codec: {row['codec']} takes {encode:.2g} + {decode:.2g} s to encode and "

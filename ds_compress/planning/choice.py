@@ -162,7 +162,7 @@ def combine(
         if None not in mixture:
             mixed.append(mixture)
     found = {_name(chosen): chosen for chosen in (*everywhere, *mixed)}
-    return [_recipe(name, chosen, link) for name, chosen in found.items()]
+    return [build_recipe(name, chosen, link) for name, chosen in found.items()]
 
 
 def _cheapest(
@@ -212,7 +212,8 @@ def _name(chosen: Sequence[Evaluation]) -> str:
     return "; ".join(f"{'-'.join(map(str, dict.fromkeys((run[0], run[-1]))))}: {name}" for name, run in runs)
 
 
-def _recipe(name: str, chosen: Sequence[Evaluation], link: dict[str, Any]) -> PipelineRecipe:
+def build_recipe(name: str, chosen: Sequence[Evaluation], link: dict[str, Any]) -> PipelineRecipe:
+    """Make one evaluation per boundary a recipe; `link`: as for `combine`."""
     forward, backward = ([getattr(own, direction) for own in chosen] for direction in DIRECTIONS)
     costs = [tuple(message.cost for message in own) for own in (forward, backward)]
     errors = LargestErrors.of(forward, backward)

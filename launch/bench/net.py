@@ -50,8 +50,7 @@ from typing import Any
 
 import torch
 
-from ds_compress.cli.advise.from_args import codec_seconds
-from ds_compress.cli.check import message_sizes
+from ds_compress.cli.bench import measure_boundary
 from ds_compress.codec import TensorSpec
 from ds_compress.config import DIRECTIONS, Config
 from ds_compress.planning.step_time import LinkSpeed, MessageCost, TransferPlan, Workload, predict
@@ -106,10 +105,9 @@ class Bench:
         if recipe == BASELINE:
             return TransferPlan(raw, raw, eager=False)
         config = Config(settings(recipe, depth))
-        sizes = {row["direction"]: row["wire_bytes"] for row in message_sizes(config, 2, self.spec)}
-        codecs = config.in_force.codecs(0)
         traffic = {
-            d: MessageCost(sizes[d], *codec_seconds(getattr(codecs, d), self.spec, "cpu")) for d in DIRECTIONS
+            direction: MessageCost(int(own["bytes"]), own["encode"], own["decode"])
+            for direction, own in measure_boundary(config, 0, self.spec).items()
         }
         return TransferPlan(**traffic, eager=config.block.link.mode == "eager", depth=depth)
 

@@ -181,6 +181,24 @@ def test_a_recipe_that_needs_to_know_its_samples(capsys, recipe):
     assert plan(capsys, "--gbps", "1", *mine, "--shape", "4,8,256")["rows"][1]["recipe"] == "mine"
 
 
+def test_a_feedback_counts(capsys, recipe):
+    """The error of a message has the residuals of earlier ones; in sums they make up for each other."""
+    found = {}
+    for feedback in ("none", "ef"):
+        backward = {"codec": {"name": "quantize", "bits": 4}, "feedback": feedback}
+        found[feedback] = plan(capsys, "--gbps", "1", *FAST_CODECS, *recipe({"backward": backward}))
+    plain, ef = (found[feedback]["rows"][1] for feedback in ("none", "ef"))
+    assert ef["error_backward"] > 1.2 * plain["error_backward"]
+    assert ef["gradient_error"] < 0.5 * plain["gradient_error"]
+
+
+def test_a_recipe_that_loses_tokens(capsys, recipe):
+    """`auto` uses none; in a comparison its error is that of sending nothing, not inf."""
+    mine = recipe({"forward": {"codec": {"name": "randomk", "density": 0.001}}})
+    found = plan(capsys, *SLOW_LINK, *mine, "--shape", "1,64,256")
+    assert found["best"] is None and found["rows"][1]["token_error"] == 1
+
+
 def test_the_best_recipe_is_not_compared_with_itself(capsys):
     """It once said: none ... makes a step 1.62 times as fast, none 1.62 times."""
     out = advise(capsys, "--gbps", "1", "--codec-gbps", "0.02")

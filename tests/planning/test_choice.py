@@ -7,12 +7,11 @@ import math
 import pytest
 import torch
 
-from ds_compress.cli.bench import benchmark_tensor, size_and_error
+from ds_compress.cli.bench import benchmark_tensor
 from ds_compress.config import DIRECTIONS, Config
 from ds_compress.config.recipes import LIMITS, ErrorLimits
 from ds_compress.message.channel import Boundary
 from ds_compress.message.clock import clock_for
-from ds_compress.message.gradient_error import estimate_gradient_error
 from ds_compress.planning.choice import (
     Candidate,
     EvaluatedMessage,
@@ -39,31 +38,29 @@ MESSAGES = ["gaussian", "heavy-tailed"]
 LATENCIES = [0.0, 0.04]
 SITUATIONS = list(itertools.product(LINKS, COMPUTE, MESSAGES, LATENCIES))
 CODEC = 2e9  # bytes of input per second
+CPU = torch.device("cpu")
 
 
 def message(kind):
     if kind == "gaussian":
         return torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
-    return benchmark_tensor(SHAPE, torch.float32, torch.device("cpu")) ** 3
+    return benchmark_tensor(SHAPE, torch.float32, CPU) ** 3
 
 
 @pytest.fixture(scope="module")
 def evaluations():
     """Settings with sizes and errors of real codecs, by kind of message."""
-    found = {}
+    found, boundary = {}, Boundary(0, Config({}))
     for kind in MESSAGES:
-        x, before = message(kind), message(kind).roll(1, dims=-1)
-        found[kind] = []
+        x, found[kind] = message(kind), []
+        pair = {0: [x]}, {0: [x.roll(1, dims=-1)]}
         for candidate in candidates_for(None):
-            config, made = Config(candidate.block), []
-            for direction in DIRECTIONS:
-                codec = getattr(config.in_force.codecs(None), direction)
-                bits, error = size_and_error(codec, x, before)
-                seconds = 0.0 if codec.name == "none" else RAW / CODEC
-                gradient_error = estimate_gradient_error(error.relative_error, codec.unbiased)
-                cost = MessageCost(int(bits * RAW / 32), seconds, seconds)
-                made.append(EvaluatedMessage(cost, error.token_error, gradient_error, error.relative_error))
-            found[kind].append(Evaluation(candidate, *made))
+            measured = evaluate(boundary, candidate, pair, clock_for(CPU))
+            for direction, own in measured.items():
+                is_plain = candidate.block[direction]["codec"] == "none"
+                own["encode"] = own["decode"] = 0.0 if is_plain else RAW / CODEC
+                own["bytes"] *= SCALE
+            found[kind].append(to_evaluation(candidate, measured))
     return found
 
 
@@ -180,7 +177,6 @@ def test_a_quality_never_takes_what_sends_fewer_bits_than_its_recipe():
         assert strict in names[strict] and loose not in names[strict]
 
 
-CPU = torch.device("cpu")
 ROWS, WIDTH = 64, 128
 
 

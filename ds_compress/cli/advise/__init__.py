@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from ds_compress.cli.advise.format import format_footprint, format_row, format_verdict
-from ds_compress.cli.advise.from_args import ArgsEvaluator
 from ds_compress.cli.advise.planner import list_recipes, predict_run, read_recipe_files, workload_from
 from ds_compress.cli.arguments import add_import, add_message, device, integer, number, numbers
 from ds_compress.cli.console import show
@@ -36,10 +35,8 @@ def add_parser(subparsers: Any) -> None:
         "advise",
         help="predict, without training, which recipe and depth are the fastest for a model and a link",
     )
-    add_message(parser, shape_required=False)
+    add_message(parser, required=False)
     parser.set_defaults(dtype=None)
-    stages = next(action for action in parser._actions if action.dest == "stages")
-    stages.required = False
     parser.add_argument(
         "--finetune",
         type=Path,
@@ -143,11 +140,12 @@ def run(args: argparse.Namespace) -> int:
             raise CompressionError(f"{option}: missing; give it, or --finetune, whose train.json says it")
     if args.stages < 2:
         raise CompressionError(f"--stages: {args.stages} is not allowed: should be 2 or more")
-    workload, evaluator = workload_from(args), ArgsEvaluator(args)
+    workload = workload_from(args)
+    args.dtype = args.dtype or "fp32"
     files = read_recipe_files(args.recipe or ())
     network = LinkSpeed(bandwidth=args.gbps * 1e9 / 8, latency=args.latency_ms / 1e3)
     limits = LIMITS[args.quality] if args.max_error is None else ErrorLimits(args.max_error, args.max_error)
-    recipes = list_recipes(args, evaluator, files, footprint, network, limits)
+    recipes = list_recipes(args, files, footprint, network, limits)
     rows = choice.rank(workload, (network,) * (args.stages - 1), recipes)
     best = choice.pick_best(rows, limits)
     block = best["block"] if best else rows[0]["block"]
@@ -164,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
         print()
         show(*format_footprint(footprint))
     counts = f"{args.stages} stages, {args.micro_batches} micro-batches"
-    title = f"{counts}, {evaluator.message}, {args.gbps:.3g} Gbit/s"
+    title = f"{counts}, {list(args.shape)} {args.dtype}, {args.gbps:.3g} Gbit/s"
     print()
     show(title, list(map(partial(format_row, rows[0]), rows)))
     return 0

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_compress.cli.advise.from_args import ArgsEvaluator
+from ds_compress.cli.advise.from_args import evaluate_from_args, message_spec
 from ds_compress.cli.arguments import DTYPES
 from ds_compress.cli.check import read_block
 from ds_compress.cli.console import importing_deepspeed
@@ -17,7 +17,7 @@ from ds_compress.config import Config
 from ds_compress.config.recipes import ErrorLimits
 from ds_compress.errors import CompressionError, errors_at
 from ds_compress.planning import choice
-from ds_compress.planning.choice import PipelineRecipe
+from ds_compress.planning.choice import Candidate, PipelineRecipe
 from ds_compress.planning.depth import MemoryBudget
 from ds_compress.planning.step_time import LinkSpeed, Workload
 
@@ -25,14 +25,9 @@ if TYPE_CHECKING:
     from ds_compress.hf.footprint import StageFootprint
 
 
-RecipeFiles = Mapping[str, tuple[Any, Config]]
-"""Blocks as written and as checked, by name."""
-
-
 def list_recipes(
     args: argparse.Namespace,
-    evaluator: ArgsEvaluator,
-    files: RecipeFiles,
+    files: Mapping[str, Any],
     footprint: "Sequence[StageFootprint]",
     network: LinkSpeed,
     limits: ErrorLimits,
@@ -40,35 +35,37 @@ def list_recipes(
     """Return the recipes to compare, the baseline first.
 
     Args:
-        files: to compare; if there are none: all candidates, and mixtures within `limits`.
+        files: blocks to compare, by name; if there are none: all candidates, and mixtures within `limits`.
         footprint: of each stage, where it was predicted.
     """
-    found = []
-    for name, (block, config) in files.items():
+    spec, boundaries, found = message_spec(args), args.stages - 1, list[PipelineRecipe]()
+    for name, block in files.items():
         with errors_at(f"recipe {name}"):
-            both = evaluator.of_file(config)
-        forward, backward = (tuple(message.cost for message in own) for own in both)
-        mode, depth, memory_gb = config.block.link.mode, config.block.link.depth, config.block.link.memory_gb
-        budgets = _budgets(args, evaluator, footprint, memory_gb)
-        costs, errors = (forward, backward), choice.LargestErrors.of(*both)
-        found.append(PipelineRecipe(name, block, *costs, mode == "eager", depth, errors, budgets))
+            own = Config(block).block.link
+            evaluation = evaluate_from_args(Candidate(name, block, is_separable=False), args)
+        budgets = _budgets(args, footprint, own.memory_gb)
+        link = {"eager": own.mode == "eager", "depth": own.depth, "budgets": budgets}
+        found.append(choice.build_recipe(name, [evaluation] * boundaries, link))
     if not files:
-        networks = [network] * (args.stages - 1)
-        link = {"eager": True, "depth": args.depth, "budgets": _budgets(args, evaluator, footprint)}
-        found = choice.combine(evaluator.of_candidates(), networks, limits, **link)
+        evaluations = [
+            evaluate_from_args(candidate, args)
+            for candidate in choice.candidates_for(None if args.max_error is not None else args.quality)
+            if not any(codec.refuses(spec) for codec, _ in Config(candidate.block).in_force.pairs())
+        ]
+        link = {"eager": True, "depth": args.depth, "budgets": _budgets(args, footprint)}
+        found = choice.combine([evaluations] * boundaries, [network] * boundaries, limits, **link)
     usable = [recipe for recipe in found if math.isfinite(max(recipe.errors))]
-    return [choice.uncompressed_recipe(*evaluator.raw_bytes), *usable]
+    raw_bytes = [spec.nbytes] * boundaries
+    return [choice.uncompressed_recipe(raw_bytes, raw_bytes), *usable]
 
 
 def _budgets(
-    args: argparse.Namespace,
-    evaluator: ArgsEvaluator,
-    footprint: "Sequence[StageFootprint]",
-    memory_gb: float | None = None,
+    args: argparse.Namespace, footprint: "Sequence[StageFootprint]", memory_gb: float | None = None
 ) -> tuple[MemoryBudget, ...]:
     """Return the memory budget of each stage; `memory_gb`: the limit in the block of a recipe."""
     whole, of_block = (math.inf if own is None else own * 1e9 for own in (args.memory_gb, memory_gb))
-    activation_bytes, fixed = evaluator.activation_bytes, [0] * args.stages
+    # as with activation checkpointing
+    activation_bytes, fixed = [float(message_spec(args).nbytes)] * args.stages, [0] * args.stages
     if footprint:
         activation_bytes = [float(own.activations) for own in footprint]
         fixed = [own.parameters + own.trained + own.working for own in footprint]
@@ -104,20 +101,16 @@ def _per_stage(option: str, milliseconds: list[float], stages: int) -> tuple[flo
     return tuple(ms / 1e3 for ms in milliseconds * (stages // len(milliseconds)))
 
 
-def read_recipe_files(paths: Sequence[Path]) -> RecipeFiles:
-    """Read the blocks of `--recipe`.
+def read_recipe_files(paths: Sequence[Path]) -> dict[str, Any]:
+    """Read the blocks of `--recipe`, by name, as they are written.
 
     Raises:
-        CompressionError: a file or its block is bad, or two files share a name.
+        CompressionError: a file is bad, or two files share a name.
     """
     blocks = {path.stem: read_block(path) for path in paths}
     if len(blocks) < len(paths):
         raise CompressionError("--recipe: two files have the same name; rename one of them")
-    found = {}
-    for name, block in blocks.items():
-        with errors_at(f"recipe {name}"):
-            found[name] = block, Config(block)
-    return found
+    return blocks
 
 
 def predict_run(args: argparse.Namespace) -> "list[StageFootprint]":
