@@ -5,11 +5,12 @@
 
 import argparse
 import json
-import textwrap
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.markdown import Markdown
 
 from ds_compress.cli.arguments import add_import
 from ds_compress.cli.check import message_sizes
@@ -53,93 +54,50 @@ def run(args: argparse.Namespace) -> int:
         _list_recipes(args.json)
         return 0
     found = reference()
+    page = "\n".join(markdown(found))
     if args.json:
         print(json.dumps(found, indent=2))
+    elif args.markdown:
+        print(page)
     else:
-        print("\n".join(markdown(found) if args.markdown else text(found, min(terminal_width(), 110))))
+        Console(width=min(terminal_width(), 110)).print(Markdown(page))
     return 0
 
 
-def text(found: dict[str, Entries], width: int) -> Iterator[str]:
-    """Format `found` for a terminal, `width` columns wide."""
-    for kind, entries in found.items():
-        yield from ("", TITLES[kind])
-        for entry in entries:
-            options = entry.get("options", {})
-            yield ""
-            if kind == "block":
-                yield from _option_text(entry["name"], entry, width, "  ")
-            else:
-                yield from _wrapped(f"{entry['name']}: {entry['summary']}", width, "  ", "    ")
-            for name, option in options.items():
-                yield from _option_text(name, option, width, "    ")
-            for setting in entry.get("stability", ()):
-                of = " ".join(filter(None, ["stability", _words(setting["options"])]))
-                yield from _wrapped(f"{of}: {setting['says']}", width, "    ", "        ")
-
-
-def _option_text(name: str, option: dict[str, Any], width: int, indent: str) -> Iterator[str]:
-    head = f"{name} = {_default(option)}   ({option['allowed']})"
-    yield from _wrapped(head, width, indent, indent + "    ")
-    yield from _wrapped(option["description"], width, indent + "    ", indent + "    ")
-
-
-def _default(option: dict[str, Any]) -> str:
-    return json.dumps(option["default"]) if "default" in option else "(must be given)"
-
-
-def _words(options: dict[str, Any]) -> str:
-    """Format options as they stand between the braces of JSON."""
-    return json.dumps(options)[1:-1]
-
-
-def _wrapped(line: str, width: int, first: str, others: str) -> list[str]:
-    return textwrap.wrap(
-        line,
-        width,
-        initial_indent=first,
-        subsequent_indent=others,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
 def markdown(found: dict[str, Entries]) -> Iterator[str]:
-    """Format docs/options.md."""
+    """Format docs/options.md, which is also what a terminal shows."""
     yield "# Options"
     yield ""
     yield "Made by `ds-compress list --markdown > docs/options.md`; `ds-compress schema` is for editors."
     yield "A codec, feedback or policy is its name, or an object with its name and options:"
     yield '`"codec": {"name": "quantize", "bits": 4}`. An option with a dot is inside an object:'
-    yield '`"link": {"mode": "eager"}`.'
+    yield '`"link": {"mode": "eager"}`. After each option come its default, and what is allowed.'
     yield ""
     yield "Stability of a codec is what a feedback can count on: the root of the largest share of a message's"
     yield "energy that is lost, or the largest error over the largest magnitude. Below 1, a contraction, the"
     yield "residual of error feedback stays bounded; pairs for which it could grow without bound are refused."
     for kind, entries in found.items():
-        yield from ("", f"## {TITLES[kind]}")
+        yield from ("", f"## {TITLES[kind]}", "")
         if kind == "block":
-            yield ""
-            yield from _table({entry["name"]: entry for entry in entries})
+            yield from map(_option, entries)
             continue
         for entry in entries:
-            yield from ("", f"### {entry['name']}", "", entry["summary"])
+            yield from (f"### {entry['name']}", "", entry["summary"], "")
             if entry["options"]:
+                yield from (_option({"name": name, **option}) for name, option in entry["options"].items())
                 yield ""
-                yield from _table(entry["options"])
             if "stability" in entry:
-                yield from ("", "Stability:", "")
-            for setting in entry.get("stability", ()):
-                of = f"`{_words(setting['options'])}`" if setting["options"] else "defaults"
-                yield f"- {of}: {setting['says']}"
+                yield from ("Stability:", "")
+                for setting in entry["stability"]:
+                    # as they stand between the braces of JSON
+                    of = f"`{json.dumps(setting['options'])[1:-1]}`" if setting["options"] else "defaults"
+                    yield f"- {of}: {setting['says']}"
+                yield ""
 
 
-def _table(options: dict[str, dict[str, Any]]) -> Iterator[str]:
-    yield "| option | default | allowed | what it does |"
-    yield "|---|---|---|---|"
-    for name, option in options.items():
-        cells = (f"`{name}`", f"`{_default(option)}`", option["allowed"], option["description"])
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+def _option(option: dict[str, Any]) -> str:
+    default = f"`{json.dumps(option['default'])}`" if "default" in option else "(must be given)"
+    return f"- `{option['name']}` = {default} ({option['allowed']}): {option['description']}"
 
 
 def _list_recipes(as_json: bool) -> None:

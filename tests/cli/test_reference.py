@@ -45,7 +45,7 @@ def test_the_stability_of_a_codec_is_listed(capsys):
     assert {kind["kind"] for kind in codecs["entropy"]} == {"neither", "unbiased"}
     assert len({kind["says"] for kind in codecs["quantize"]}) == len(codecs["quantize"]) > 3
     assert main(["list"]) == 0
-    assert 'stability "bits": 8: contraction: loses at most 0.004 of the largest' in capsys.readouterr().out
+    assert '"bits": 8: contraction: loses at most 0.004 of the largest' in capsys.readouterr().out
 
 
 def test_schema_is_printed(capsys):
