@@ -12,7 +12,6 @@ back from the CSV files: OUT/summary.json holds one row per recipe,
 """
 
 import argparse
-import csv
 import json
 import math
 import os
@@ -29,9 +28,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from ds_compress.cli.console import show
+from ds_compress.cli.runs import LOSS, RecordedRun, read_runs, read_series
+from ds_compress.errors import CompressionError
 from ds_compress.monitor.progress import Progress
 from launch.ports import reserved_port
 
@@ -110,14 +110,13 @@ def follow(process: subprocess.Popen, log: Path, folder: Path, progress: Progres
 
 def read_progress(folder: Path) -> tuple[int, dict[str, str]]:
     """Return the steps done, and their loss, ratio and bytes saved as far as written."""
-    loss = folder / "Train_Samples_train_loss.csv"
-    losses = read_series(loss) if loss.exists() else []
-    values = {"loss": f"{losses[-1][1]:.3f}"} if losses else {}
-    kinds = (
-        [read_series(file) for file in folder.glob(f"Train_Compression_boundary_*_{k}_bytes.csv")]
-        for k in ("raw", "wire")
-    )
-    raw, wire = (sum(series[-1][1] for series in files if series) for files in kinds)
+    try:
+        (run,) = read_runs(folder)
+    except CompressionError:  # no step is written yet
+        return 0, {}
+    losses = run.series[LOSS]
+    values = {"loss": f"{losses[-1][1]:.3f}"}
+    raw, wire = (series[-1][1] if series else 0 for series in map(run.total, ("raw_bytes", "wire_bytes")))
     if raw and wire:
         values |= {
             "ratio": f"{raw / wire:.2f}x",
@@ -126,45 +125,34 @@ def read_progress(folder: Path) -> tuple[int, dict[str, str]]:
     return len(losses), values
 
 
-def read_series(file: Path) -> list[tuple[int, float]]:
-    """Read (samples seen, value) pairs from a file of DeepSpeed's CSV monitor."""
-    whole, _, _ = file.read_text().rpartition("\n")  # what comes after it is being written
-    return [
-        (int(samples), float(value)) for samples, value in csv.reader(whole.splitlines()) if samples != "step"
-    ]
-
-
-def total_bytes(folder: Path, kind: str, samples: int) -> int:
-    """Sum over boundaries and directions of the running totals of `kind` ("raw" or "wire") after `samples`
-    samples.
+def total_bytes(run: RecordedRun, name: str, samples: int) -> int:
+    """Return the bytes after `samples` samples, all of `run`; `name`: raw_bytes or wire_bytes.
 
     Raises:
-        SystemExit: no totals, or they end before the run does.
+        SystemExit: there are none, or they end before the run does.
     """
-    files = sorted(folder.glob(f"Train_Compression_boundary_*_{kind}_bytes.csv"))
-    if not files:
+    totals = run.total(name)
+    if not totals:
         sys.exit(
-            f"demo: no Train_Compression_*_{kind}_bytes.csv in {folder}: ds_compress was not active "
-            "in this run; is it installed in this environment (pip install -e .)?"
+            f"demo: {run.name}: no {name}: ds_compress was not active in this run; is it installed in this "
+            "environment (pip install -e .)?"
         )
-    last = {file: read_series(file)[-1] for file in files}
-    for file, (counted, _) in last.items():
-        if counted != samples:
-            sys.exit(f"demo: {file} ends at sample {counted}, the run at {samples}")
-    return int(sum(value for _, value in last.values()))
+    if totals[-1][0] != samples:
+        sys.exit(f"demo: {run.name}: {name} end at sample {totals[-1][0]}, the run at {samples}")
+    return int(totals[-1][1])
 
 
 def summarize(recipe: str, folder: Path) -> dict:
     """Return one row of summary.json, from the CSV files in `folder`."""
-    losses = read_series(folder / "Train_Samples_train_loss.csv")
+    (run,) = read_runs(folder)
+    losses, samples = [loss for _, loss in run.series[LOSS]], run.series[LOSS][-1][0]
     times = [ms for _, ms in read_series(folder / "Train_Samples_step_ms.csv")]
-    samples = losses[-1][0]
-    raw, wire = (total_bytes(folder, kind, samples) for kind in ("raw", "wire"))
+    raw, wire = (total_bytes(run, name, samples) for name in ("raw_bytes", "wire_bytes"))
     return {
         "recipe": recipe,
         "steps": len(losses),
-        "first_loss": round(statistics.fmean(loss for _, loss in losses[:WINDOW]), 4),
-        "final_loss": round(statistics.fmean(loss for _, loss in losses[-WINDOW:]), 4),
+        "first_loss": round(statistics.fmean(losses[:WINDOW]), 4),
+        "final_loss": round(statistics.fmean(losses[-WINDOW:]), 4),
         "raw_bytes": raw,
         "wire_bytes": wire,
         "ratio": round(raw / wire, 3),
@@ -173,22 +161,20 @@ def summarize(recipe: str, folder: Path) -> dict:
 
 
 def print_table(rows: list[dict]) -> None:
-    table = Table(title=f"{STAGES}-stage pipeline, loss in nats per byte")
-    table.add_column("recipe")
-    for name in ("steps", "first loss", "final loss", "MB raw", "MB sent", "ratio", "ms/step"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(
-            row["recipe"],
-            str(row["steps"]),
-            f"{row['first_loss']:.3f}",
-            f"{row['final_loss']:.3f}",
-            f"{row['raw_bytes'] / 1e6:.1f}",
-            f"{row['wire_bytes'] / 1e6:.1f}",
-            f"{row['ratio']:.2f}",
-            f"{row['step_ms']:.0f}",
-        )
-    Console().print(table)
+    table = [
+        {
+            "recipe": row["recipe"],
+            "steps": str(row["steps"]),
+            "first loss": f"{row['first_loss']:.3f}",
+            "final loss": f"{row['final_loss']:.3f}",
+            "MB raw": f"{row['raw_bytes'] / 1e6:.1f}",
+            "MB sent": f"{row['wire_bytes'] / 1e6:.1f}",
+            "ratio": f"{row['ratio']:.2f}",
+            "ms/step": f"{row['step_ms']:.0f}",
+        }
+        for row in rows
+    ]
+    show(f"{STAGES}-stage pipeline, loss in nats per byte", table)
 
 
 def main() -> None:

@@ -253,21 +253,22 @@ def _read_csv(folder: Path) -> dict[str, Series]:
         if match and match[3] in CHANNEL:
             known[label(match[3], int(match[1]), match[2])] = file.name
     files = {name: folder / file for name, file in known.items()}
-    return {name: _read_series(file) for name, file in files.items() if file.exists()}
+    return {name: read_series(file) for name, file in files.items() if file.exists()}
 
 
 def _file(name: str) -> str:
     return f"{name.replace('/', '_')}.csv"
 
 
-def _read_series(file: Path) -> Series:
-    """Read a file of steps and values.
+def read_series(file: Path) -> Series:
+    """Read a file of steps and values; its last line may not be complete yet.
 
     A run that continues in the same folder writes another header, and steps again that it had done before.
     """
     try:
-        with open(file, newline="") as lines:
-            return [(int(samples), float(value)) for samples, value in csv.reader(lines) if samples != "step"]
+        whole, _, _ = file.read_text().rpartition("\n")
+        lines = csv.reader(whole.splitlines())
+        return [(int(samples), float(value)) for samples, value in lines if samples != "step"]
     except (ValueError, csv.Error) as error:
         raise CompressionError(f"report: {file} is not lines of a step and a value: {error}") from None
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ds_compress.cli.runs import read_runs
 from ds_compress.config import DIRECTIONS
 from ds_compress.simulate import simulate
 from launch.demo import deepspeed_launcher, total_bytes
@@ -95,5 +96,6 @@ def pipeline(run: Run, data: Path, results: Path, steps: int) -> PipelineResult:
         tail = "\n".join(done.stdout.splitlines()[-40:])
         raise RuntimeError(f"{tail}\nthe launcher exited with {done.returncode}; all output: {log}")
     found = json.loads((folder / "losses.json").read_text())
-    raw, wire = (total_bytes(folder / "csv", kind, found["samples"]) for kind in ("raw", "wire"))
+    (recorded,) = read_runs(folder / "csv")
+    raw, wire = (total_bytes(recorded, name, found["samples"]) for name in ("raw_bytes", "wire_bytes"))
     return PipelineResult(found["losses"], (raw, wire), folder)
