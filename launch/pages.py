@@ -51,7 +51,7 @@ STEPS = {
     "none": "`none`, bit-identical losses",
     "bf16": "`bf16`",
     "quantize8": "`quantize`, 8 bits",
-    **{f"{name} of 0.3": f"`{name}` of release 0.3" for name in ("safe", "balanced", "aggressive")},
+    **{name: f"`{name}`" for name in ("safe", "balanced", "aggressive")},
 }
 """Names of settings in results/links.json, and in the table and the plot of step times."""
 MARKS = {
