@@ -11,6 +11,7 @@
 #   LOSS      packets lost at random of every 100, each direction (default 0; the same process drops them)
 #   JITTER_MS most that a packet is later than RTT_MS / 2, in milliseconds, at random, in their order (default 0)
 #   TCP       congestion control (default cubic): one of /proc/sys/net/ipv4/tcp_available_congestion_control
+#   SYSCTL    settings of the kernel on both hosts, as "net.ipv4.tcp_slow_start_after_idle=0"; not every container lets them be set
 #   SLOTS     ranks on each host (default 1)
 #   CORES     core of host A and core of host B (default "0 1"): the ranks of a host share one
 #   COUNTERS  file that gets the bytes that left host A and host B, TCP and IP headers included, in two lines
@@ -75,6 +76,9 @@ for host in $a $b; do
     ip -n $host address add "$(address $host)/30" dev wire
     ip -n $host link set lo up
     ip -n $host link set wire up
+    for setting in ${SYSCTL:-}; do
+        ip netns exec $host sysctl -qw "$setting" || fail "this kernel or container does not let SYSCTL=$setting be set"
+    done
     # The default differs from machine to machine; a kernel without it keeps its own
     ip -n $host route replace 10.77.0.0/30 dev wire congctl "${TCP:-cubic}" || true
     if [[ -n ${RATE:-} ]]; then

@@ -34,7 +34,8 @@ HOST = {
     "gloo_interface": "eth0",
     "gloo_because": "the name a is 10.0.0.1",
     "way": "eth0",
-    "tcp": "cubic",
+    "congestion_control": "cubic",
+    "slow_start_after_idle": "0",
     "left_buffers": {},
 }
 
@@ -109,6 +110,12 @@ def versions(**others):
             "look",
             "40.00 ms round trip: the interface is rated 1 Gbit/s",
             "a few lost packets would be enough: try TCP's bbr on a, b",
+        ),
+        (
+            {"rtt_ms": 40.0, "slow_start_after_idle": "1"},
+            "look",
+            "TCP sends slowly after each pause on b, which costs round trips of up to 40.00 ms",
+            "sysctl -w net.ipv4.tcp_slow_start_after_idle=0",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

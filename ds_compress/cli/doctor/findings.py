@@ -1,7 +1,7 @@
 """Derive findings from a report of the machines: one verdict per line, with what to do."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ SLOWED_BY_LOSS = ("cubic", "reno")
 """Congestion controls of TCP that send much less after a lost packet."""
 
 FAR_MS = 10.0
-"""Milliseconds of a round trip from which TCP recovers slowly from a lost packet."""
+"""Milliseconds of a round trip from which TCP is slow after a lost packet, and at the start."""
 
 
 @dataclass(frozen=True)
@@ -136,9 +136,8 @@ def _links(report: Report, names: list[str]) -> Iterator[Finding]:
         said = f"{pair}: {there:.3g} Gbit/s there, {back:.3g} back, {link['rtt_ms']:.2f} ms round trip"
         ends = hosts[before], hosts[after]
         rated = ([i["mbit"] / 1e3 for i in host["interfaces"] if i["name"] == host["way"]] for host in ends)
-        slowed = {names[rank]: None for rank in link["ranks"] if hosts[rank].get("tcp") in SLOWED_BY_LOSS}
-        is_far = link["rtt_ms"] >= FAR_MS
-        advice = _LOOK + (_LOST.format(", ".join(slowed)) if slowed and is_far else "")
+        slowed = _having(report, names, link["ranks"], "congestion_control", SLOWED_BY_LOSS)
+        advice = _LOOK + (_LOST.format(slowed) if slowed and link["rtt_ms"] >= FAR_MS else "")
         promised = min(next(iter(own), 0.0) for own in rated)  # Gbit/s; 0: an interface does not report it
         if fast > UNEVEN * slow:
             yield Finding("look", f"{said}: one direction is {fast / slow:.1f} times the other", advice)
@@ -154,8 +153,28 @@ def _links(report: Report, names: list[str]) -> Iterator[Finding]:
             f"the slowest link gives {gbps:.3g} Gbit/s",
             f"ds-compress advise ... --gbps {gbps:.3g} --latency-ms {slowest['rtt_ms'] / 2:.2g}",
         )
+        yield from _pauses(report, names)
     elif len(hosts) > 1:
         yield Finding("bad", "no link was tried: gloo cannot reach the machines", "fix the interfaces first")
+
+
+def _pauses(report: Report, names: list[str]) -> Iterator[Finding]:
+    """Check that TCP goes on after a pause as before, where links are far."""
+    far = [link for link in report["links"] if link["rtt_ms"] >= FAR_MS]
+    ranks = [rank for link in far for rank in link["ranks"]]
+    if slow := _having(report, names, ranks, "slow_start_after_idle", ("1",)):
+        yield Finding(
+            "look",
+            f"TCP sends slowly after each pause on {slow}, which costs round trips of up to "
+            f"{max(link['rtt_ms'] for link in far):.2f} ms",
+            "sysctl -w net.ipv4.tcp_slow_start_after_idle=0 there, as root (docs/slow-machines.md)",
+        )
+
+
+def _having(report: Report, names: list[str], ranks: Sequence[int], fact: str, values: Sequence[str]) -> str:
+    """Return the names of the machines of `ranks` whose `fact` is one of `values`, each once."""
+    found = (names[rank] for rank in ranks if report["hosts"][rank].get(fact) in values)
+    return ", ".join(dict.fromkeys(found))
 
 
 _LOOK = "look for other traffic, a bad cable, or a limit of the provider"

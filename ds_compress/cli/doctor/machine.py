@@ -21,7 +21,7 @@ AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 IP = (socket.AF_INET, socket.AF_INET6)
 LOOPBACK = "lo"
 SHARED = Path("/dev/shm")
-CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+SETTINGS = Path("/proc/sys/net/ipv4")
 BUFFERS = "deepspeed_allreduce_buffer_*"
 """Shared memory of DeepSpeed's all-reduce on CPUs."""
 
@@ -57,15 +57,16 @@ def facts(meeting_point: str | None = None) -> Facts:
         "gloo_interface": interface,
         "gloo_because": why,
         "way": outgoing_interface(meeting_point) if meeting_point else None,
-        "tcp": congestion_control(),
+        "congestion_control": tcp_setting("congestion_control"),
+        "slow_start_after_idle": tcp_setting("slow_start_after_idle"),
         "left_buffers": left_buffers(),
     }
 
 
-def congestion_control() -> str:
-    """Return TCP's congestion control, such as "cubic"; empty if the system does not say it."""
+def tcp_setting(name: str) -> str:
+    """Return a setting of Linux's TCP, such as "cubic" or "1"; empty if the system does not say it."""
     with suppress(OSError):
-        return CONGESTION.read_text().strip()
+        return (SETTINGS / f"tcp_{name}").read_text().strip()
     return ""
 
 
