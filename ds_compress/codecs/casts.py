@@ -113,7 +113,7 @@ class Float8(Codec):
     class Options(CodecOptions):
         format: Literal["e4m3", "e5m2"] = "e4m3"
         """e4m3 has 4 bits of precision down to 2^-15 of the largest magnitude, e5m2 3 bits down to 2^-30."""
-        group_size: GroupSize = "tensor"
+        group_size: GroupSize | Literal["tensor"] = "tensor"
         """Values that share the fp32 scale: all of the tensor, or so many in a row."""
 
     def layout(self, spec: TensorSpec) -> Layout:

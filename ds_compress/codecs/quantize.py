@@ -6,14 +6,13 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, Parts, Stability, TensorSpec, register
 from ds_compress.codecs import bounds
 from ds_compress.codecs.mixins import FusesFeedback
 from ds_compress.codecs.shapes import (
-    WIRE_DTYPES,
     GroupSize,
     clear_rows,
     group_shape,
@@ -24,7 +23,6 @@ from ds_compress.codecs.shapes import (
     split,
     zero_rows,
 )
-from ds_compress.errors import CompressionError
 from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.numerics import is_readable
 from ds_compress.kernels.quantize.bits import packed_size
@@ -43,7 +41,6 @@ class Quantize(Codec, FusesFeedback):
         {"bits": 8},
         {"bits": 4},
         {"bits": 4, "hadamard": True},
-        {"bits": 4, "scheme": "symmetric", "hadamard": True},
         {"bits": 3, "hadamard": True},
         {"bits": 2, "hadamard": True},
         {"bits": 2, "hadamard": True, "rounding": "dither"},
@@ -54,15 +51,7 @@ class Quantize(Codec, FusesFeedback):
         """Bits of one code."""
 
         group_size: GroupSize = 128
-        """Values that share a scale: so many in a row, or all of the tensor."""
-
-        scheme: Literal["asymmetric", "symmetric"] = "asymmetric"
-        """Range of a group's grid. asymmetric: from the smallest to the largest value; symmetric: around 0,
-    which costs half the scale bits and keeps 0 exact."""
-
-        scale_dtype: Literal["bf16", "fp32"] = "bf16"
-        """Dtype in which scales are sent. bf16 rounds an offset by up to 1/128. If the values of a group are
-        much closer to each other than to 0, use fp32: bf16 loses their differences."""
+        """Values in a row that share a scale."""
 
         rounding: Literal["nearest", "stochastic", "dither"] = "nearest"
         """With stochastic and dither, the expected output equals the input. dither adds a
@@ -78,33 +67,22 @@ class Quantize(Codec, FusesFeedback):
         @classmethod
         def _power_of_two(cls, hadamard: bool, info: ValidationInfo) -> bool:
             size = info.data.get("group_size", 8)
-            if hadamard and (isinstance(size, str) or size & (size - 1)):
+            if hadamard and size & (size - 1):
                 raise ValueError(f"needs a group_size that is a power of two, not {size!r}")
             return hadamard
 
-        @model_validator(mode="after")
-        def _two_levels(self) -> "Quantize.Options":
-            if self.bits == 1 and self.scheme == "symmetric" and self.rounding == "nearest":
-                raise CompressionError(
-                    'scheme: \'symmetric\' of 1 bit was removed; use 2 bits, or "rounding": "dither"'
-                )
-            return self
-
     def layout(self, spec: TensorSpec) -> Layout:
         groups, size = group_shape(spec, self.options.group_size)
-        scale = ((groups,), WIRE_DTYPES[self.options.scale_dtype])
-        codes = (groups, packed_size(size, self.options.bits)), torch.uint8
-        return codes, *[scale] * (1 if self._symmetric else 2), *row_bits(self._shared_rows(spec.shape))
+        codes, scale = (groups, packed_size(size, self.options.bits)), ((groups,), torch.bfloat16)
+        return (codes, torch.uint8), scale, scale, *row_bits(self._shared_rows(spec.shape))
 
     def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
-        backend, run, grid, numel = kernels(x.device), self._run, self._grid(ctx.seed), x.numel()
+        backend, grid = kernels(x.device), self._grid(ctx.seed)
         dither = ctx.key("dither") if self.unbiased else None
         rows = self._shared_rows(x.shape)
         own = out[:-1] if out and rows else out
-        if run and numel and numel % run == 0:  # whole groups, contiguous in memory
-            parts = backend.quantize(x, grid, dither, own, run)
-        else:
-            parts = backend.quantize(self._split(x), grid, dither, own)
+        groups = x if self._is_whole(x.numel()) else self._split(x)
+        parts: Parts = backend.quantize(groups, grid, dither, own, self.options.group_size)
         return (*parts, pack_rows(zero_rows(x), out[-1] if out else None)) if rows else parts
 
     def encode_with_residual(
@@ -119,16 +97,15 @@ class Quantize(Codec, FusesFeedback):
         groups = self._in_groups(x, *state)
         if groups is None:
             return None
-        (values, *stored), size = groups
         grid, backend, zero = self._grid(ctx.seed), kernels(x.device), self._zero_rows(x, state[0])
         parts, new = backend.quantize_with_residual(
-            values,
-            tuple(stored),
+            groups[0],
+            groups[1:],
             ctx.loss_scale,
             residual_decay,
             error_weight,
             grid,
-            size,
+            self.options.group_size,
             out[:-1] if out and zero is not None else out,
         )
         return self._with_rows(parts, zero, out), (
@@ -142,10 +119,9 @@ class Quantize(Codec, FusesFeedback):
         groups = self._in_groups(x, state)
         if groups is None:
             return None
-        (values, stored), size = groups
         grid, backend, zero = self._grid(ctx.seed), kernels(x.device), self._zero_rows(x, state)
         own = out[:-1] if out and zero is not None else out
-        parts, new = backend.quantize_change(values, stored, ctx.loss_scale, grid, size, own)
+        parts, new = backend.quantize_change(*groups, ctx.loss_scale, grid, self.options.group_size, own)
         return self._with_rows(parts, zero, out), self._lossless(self._join(new, x.shape), zero)
 
     def decode_change(
@@ -153,8 +129,8 @@ class Quantize(Codec, FusesFeedback):
     ) -> tuple[Tensor, Tensor] | None:
         if not self._fuses(spec.dtype):
             return None
-        grid, backend, run = self._grid(ctx.seed), kernels(state.device), self._run
-        stored = state if run and spec.numel and spec.numel % run == 0 else self._split(state)
+        grid, backend = self._grid(ctx.seed), kernels(state.device)
+        stored = state if self._is_whole(spec.numel) else self._split(state)
         rows = self._shared_rows(spec.shape)
         own = parts[:-1] if rows else parts
         both = backend.dequantize_change(own, stored, ctx.loss_scale, grid, spec.dtype)
@@ -180,20 +156,19 @@ class Quantize(Codec, FusesFeedback):
             state.view(len(zero), -1).masked_fill_(zero[:, None], 0)
         return state
 
-    def _in_groups(self, x: Tensor, stored: Tensor, *scales: Tensor) -> tuple[list[Tensor], int] | None:
-        """Arrange `x` and its state in groups for a kernel; return them with the group size, or None.
-
-        None: no fused kernel supports these options.
-        """
-        run = self._run
+    def _in_groups(self, x: Tensor, *state: Tensor) -> Parts | None:
+        """Arrange `x` and its state in groups for a kernel; None: no fused kernel supports these options."""
         if not self._fuses(x.dtype):
             return None
-        if run and x.numel() and x.numel() % run == 0:  # whole groups, contiguous in memory
-            return [x, stored, *scales], run
-        if scales:  # the scales of the state refer to values in memory order
+        if self._is_whole(x.numel()):
+            return x, *state
+        if len(state) > 1:  # the scales of the state refer to values in memory order
             return None
-        groups = self._split(x)
-        return [groups, self._split(stored)], groups.shape[1]
+        return self._split(x), self._split(state[0])
+
+    def _is_whole(self, numel: int) -> bool:
+        """Return whether a message is whole groups, which lie in its memory one behind the other."""
+        return numel % self.options.group_size == 0
 
     def _fuses(self, dtype: torch.dtype) -> bool:
         """Return whether kernels fuse quantization with feedback for these options."""
@@ -211,26 +186,19 @@ class Quantize(Codec, FusesFeedback):
         return join(groups, TensorSpec(shape, groups.dtype, groups.device))
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
-        backend, grid = kernels(parts[0].device), self._grid(ctx.seed)
-        run, numel, dtype = self._run, spec.numel, spec.dtype
+        backend, grid, dtype = kernels(parts[0].device), self._grid(ctx.seed), spec.dtype
         dither = ctx.key("dither") if self._dithered else None
         rows = self._shared_rows(spec.shape)
         own = parts[:-1] if rows else parts
-        if run and numel and numel % run == 0 and dtype in _MADE:
+        if dtype in _MADE and self._is_whole(spec.numel):
             values: Tensor = backend.dequantize(own, grid, dtype, spec.shape, dither)
         else:  # kernels do not decode to fp16: decode to fp32, and `join` converts
             wide = dtype if dtype in _MADE else torch.float32
             values = join(backend.dequantize(own, grid, wide, None, dither), spec)
         return clear_rows(values, parts[-1]) if rows else values
 
-    @functools.cached_property
-    def keeps_zeros(self) -> bool:  # type: ignore[override]
-        """Return whether 0 is a level of every group's grid."""
-        exact = self.options.rounding == "nearest" or (self.options.bits > 1 and not self._dithered)
-        return self._symmetric and exact and not self.options.hadamard
-
     def keeps_rows(self, spec: TensorSpec) -> bool:
-        return spec.numel > 0 and bool(self._run) and matrix_shape(spec.shape)[1] % self._run == 0
+        return spec.numel > 0 and matrix_shape(spec.shape)[1] % self.options.group_size == 0
 
     @functools.cached_property
     def _shared_rows(self) -> Callable[[tuple[int, ...]], int]:
@@ -239,24 +207,17 @@ class Quantize(Codec, FusesFeedback):
         @functools.lru_cache
         def shared_rows(shape: tuple[int, ...]) -> int:
             rows, width = matrix_shape(shape)
-            whole = not width or (self._run and width % self._run == 0)
-            return 0 if rows < 2 or whole or self.keeps_zeros else rows
+            return 0 if rows < 2 or width % self.options.group_size == 0 else rows
 
         return shared_rows
 
     def error_bound(self, spec: TensorSpec) -> float:
-        _, size = group_shape(spec, self.options.group_size)
-        # rounding the scales makes a step up to 1 % larger;
-        # two values determine the range of an asymmetric grid, one value that of a symmetric grid
-        nearest = 1.02 * bounds.grid(2 * size if self._symmetric else size, self._grid().top)
-        if self.options.rounding == "stochastic":
-            return 2 * nearest
-        has_zero = self._symmetric and not self._dithered
-        return min(1.0, nearest) if has_zero else nearest
+        # rounding the scales makes a step up to 1 % larger
+        nearest = 1.02 * bounds.grid(self.options.group_size, self._grid().top)
+        return 2 * nearest if self.options.rounding == "stochastic" else nearest
 
     def gaussian_error_bound(self, spec: TensorSpec) -> float:
-        _, size = group_shape(spec, self.options.group_size)
-        reach, top = bounds.largest_normal(size), self._grid().top
+        reach, top = bounds.largest_normal(self.options.group_size), self._grid().top
         if self._dithered:
             return 1.02 * 2 * reach / top / math.sqrt(12)
         return 1.02 * bounds.normal_on_grid(-reach, reach, top, self.options.rounding == "stochastic")
@@ -264,10 +225,9 @@ class Quantize(Codec, FusesFeedback):
     def stability(self, spec: TensorSpec) -> Stability:
         # the error of a value is half a step, or a step; rounding the scales adds up to 2 %
         steps = 2 if self.options.rounding == "stochastic" else 1
-        _, size = group_shape(spec, self.options.group_size)
         # the error of the zeros that fill up the last group is cut off
-        rest = spec.numel % size if self.options.hadamard else 0
-        factor = max(1.0, cut_growth(size, rest)) if rest else 1.0
+        rest = spec.numel % self.options.group_size if self.options.hadamard else 0
+        factor = max(1.0, cut_growth(self.options.group_size, rest)) if rest else 1.0
         return Stability(factor * steps * 1.02 / self._grid().top, self.unbiased, "max")
 
     @functools.cached_property
@@ -285,19 +245,6 @@ class Quantize(Codec, FusesFeedback):
 
         @functools.lru_cache
         def grid(seed: int = 0) -> Grid:
-            key = key_of(seed) if options.hadamard else 0
-            rotation = WIRE_DTYPES[options.scale_dtype], options.hadamard, key
-            return Grid(options.bits, self._symmetric, *rotation, self._dithered)
+            return Grid(options.bits, options.hadamard, key_of(seed) if options.hadamard else 0)
 
         return grid
-
-    @functools.cached_property
-    def _run(self) -> int:
-        """Return the number of consecutive values that share a scale; 0: all of the tensor."""
-        size = self.options.group_size
-        return size if isinstance(size, int) else 0
-
-    @functools.cached_property
-    def _symmetric(self) -> bool:
-        """Return whether grids are symmetric around 0."""
-        return self.options.scheme == "symmetric"

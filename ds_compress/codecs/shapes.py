@@ -8,7 +8,7 @@ import dataclasses
 from typing import Annotated, Literal
 
 import torch
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from torch import Tensor
 
 from ds_compress.codec import Context, Layout, TensorSpec
@@ -75,28 +75,13 @@ LARGEST_FACTOR = 2.0**104
 """What products with matrices cut a message off at: far enough below the range of fp32 for sums over 2^20
 values."""
 
-LARGEST = 2**20  # a message is padded to whole groups, so groups beyond its size only cost
-
-
-def _check_group_size(value: object) -> object:
-    counted = type(value) is int and 0 < value <= LARGEST and value % 8 == 0
-    if not counted and value != "tensor":
-        raise ValueError(f"is not allowed; allowed: 8, 16, ..., {LARGEST}, 'tensor'")
-    return value
-
-
-GroupSize = Annotated[
-    Annotated[int, Field(ge=8, le=LARGEST, multiple_of=8)] | Literal["tensor"],
-    BeforeValidator(_check_group_size),
-]
-"""Runs of so many values of the flattened tensor; or the whole tensor."""
+GroupSize = Annotated[int, Field(ge=8, le=2**20, multiple_of=8)]
+"""Runs of so many values of the flattened tensor; a message is padded to whole groups."""
 
 
 def group_shape(spec: TensorSpec, group_size: int | str) -> tuple[int, int]:
-    """Return (groups, values per group): no groups for a tensor without elements, else a multiple of 8."""
-    if not spec.numel:
-        return 0, 8
-    size = round_up(spec.numel, 8) if group_size == "tensor" else int(group_size)
+    """Return (groups, values per group, a multiple of 8): no groups for a tensor without elements."""
+    size = group_size if isinstance(group_size, int) else max(8, round_up(spec.numel, 8))
     return -(-spec.numel // size), size
 
 

@@ -6,8 +6,8 @@
 same bits. These are all operations; their docstrings in reference.py say more. n is any size, a message is
 fp32, bf16, fp16 or fp64, a key has 64 bits, a finite flag is a bool of one element.
 
-quantize: groups of G values, G a multiple of 8; parts are packed codes, uint8 [n, G * bits / 8], steps [n],
-and offsets [n] unless the grid is symmetric, in units of the values and in the grid's scale dtype
+quantize: groups of G values, G a multiple of 8; parts are packed codes, uint8 [n, G * bits / 8], steps and
+offsets, bf16 [n], in units of the values
 
     quantize(groups, grid, dither, out, size)          [n, G], or any shape if `size` is G; dither: a key
                                                        -> parts, in the memory `out` if that is given

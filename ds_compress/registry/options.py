@@ -39,6 +39,9 @@ REMOVED = {
     "refresh_steps": "there is no basis to refresh; leave it out",
     "contexts": "one table serves; 0.2 bits more make up for it",
     "grid": "steps are equal; leave it out, or use codec 'entropy'",
+    "scheme": "grids reach from the smallest to the largest value of a group; leave it out",
+    "scale_dtype": "scales are bf16; leave it out, or use codec 'minmax', whose range is fp32",
+    "tensor": "use 128, or codec 'minmax', which has one range for the tensor",
     "quant3": "use 'balanced', or 'quant4'",
     "prompt": "`ds-compress merge` writes a folder that transformers can generate text from",
     "acsgd": "docs/write-a-codec.md has it as an example",
@@ -138,7 +141,8 @@ def _reason(
         return f"{came} is not allowed: should be an object"
     if problem["type"] == "value_error":  # raised by a validator of this package
         return f"{came} {problem['ctx']['error']}"
-    return f"{came} is not allowed: {problem['msg'].replace('Input should', 'should')}"
+    removed = instead(problem["input"], [])
+    return f"{came} is not allowed{removed}: {problem['msg'].replace('Input should', 'should')}"
 
 
 def instead(word: object, known: list[str]) -> str:

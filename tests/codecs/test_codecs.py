@@ -18,11 +18,10 @@ from tests.support.refusals import refusal
 OPTIONS = {
     "quantize": [
         *({"bits": bits} for bits in (2, 3, 5, 6, 7)),
-        {"scheme": "symmetric", "scale_dtype": "fp32", "group_size": 24},
-        {"bits": 8, "group_size": "tensor"},
+        {"group_size": 24},
         {"rounding": "stochastic"},
-        {"bits": 1, "scheme": "symmetric", "hadamard": True, "rounding": "stochastic", "group_size": 16},
-        {"group_size": 8, "hadamard": True, "scheme": "symmetric"},
+        {"bits": 1, "hadamard": True, "rounding": "stochastic", "group_size": 16},
+        {"group_size": 8, "hadamard": True},
     ],
     "entropy": [{"bits": bits} for bits in (0.1, 6, 2.6180339887)],
     "fp8": [{"group_size": 24, "format": "e5m2"}],
@@ -113,18 +112,17 @@ def test_keeps_no_graph():
     assert sender.memory
 
 
-SIZES = "allowed: 8, 16, ..., 1048576, 'tensor'"
 POWER = "needs a group_size that is a power of two, not"
 REFUSED = {
     "quantize": [
-        ({"group_size": 12}, f"codec.group_size: 12 is not allowed; {SIZES}"),
-        ({"group_size": "row"}, f"codec.group_size: 'row' is not allowed; {SIZES}"),
+        ({"group_size": 12}, "codec.group_size: 12 is not allowed: should be a multiple of 8"),
+        ({"group_size": "row"}, "codec.group_size: 'row' is not allowed: should be a valid integer"),
         ({"hadamard": True, "group_size": 24}, f"codec.hadamard: True {POWER} 24"),
-        ({"hadamard": True, "group_size": "tensor"}, f"codec.hadamard: True {POWER} 'tensor'"),
+        ({"group_size": "tensor"}, "codec.group_size: 'tensor' is not allowed (removed: use 128, or codec"),
+        ({"scheme": "symmetric"}, "codec.scheme: unknown key (removed: grids reach from the smallest to the"),
+        ({"scale_dtype": "fp32"}, "codec.scale_dtype: unknown key (removed: scales are bf16; leave it out"),
         ({"mixed": {}}, 'codec.mixed: unknown key (removed: 4 bits with "hadamard": true lose less in'),
         ({"grid": "gaussian"}, "codec.grid: unknown key (removed: steps are equal; leave it out, or use"),
-        ({"bits": 1, "scheme": "symmetric"}, "codec.scheme: 'symmetric' of 1 bit was removed; use 2 bits"),
-        ({"group_size": "channel"}, "codec.group_size: 'channel' is not allowed; allowed: 8, 16, ..., "),
         ({"axis": 1}, "codec.axis: unknown key (removed: groups are runs of the values as they lie in"),
         ({"rotate": "learned"}, "codec.rotate: unknown key (removed: a product with a basis takes"),
     ],

@@ -15,7 +15,7 @@ from tests.support.kernels import EACH_TARGET, compiled_for, remembered
 CODECS = [
     {"name": "entropy", "bits": 2},
     {"name": "quantize", "bits": 2, "hadamard": True},
-    {"name": "quantize", "bits": 3, "scheme": "symmetric", "group_size": 64},
+    {"name": "quantize", "bits": 3, "group_size": 64},
 ]
 
 

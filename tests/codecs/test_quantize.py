@@ -20,10 +20,10 @@ def hidden():
     return residual_stream()
 
 
-def at_least(value, digits):
-    """The smallest number of `digits` binary digits that is not below `value`."""
+def at_least(value):
+    """The smallest number of 8 binary digits, as bf16 has, that is not below `value`."""
     _, exponent = math.frexp(value)
-    unit = 2.0 ** (exponent - digits)
+    unit = 2.0 ** (exponent - 8)
     return math.ceil(value / unit) * unit
 
 
@@ -34,67 +34,43 @@ def sylvester(size):
     )
 
 
-def reference(rows, bits, scheme, digits, hadamard):
-    """Decoded float64 rows; scales keep `digits` binary digits: 8 in bf16, 24 in fp32."""
+def reference(rows, bits, hadamard):
+    """Decoded float64 rows."""
     rows = rows.double()
     signs = diagonal(rows.shape[1], key_of(0), rows.device).sign()
     if hadamard:
         rows = (rows * signs) @ sylvester(rows.shape[1])
-    decoded = []
+    decoded, top = [], 2**bits - 1
     for row in rows.tolist():
-        if scheme == "asymmetric":
-            top = 2**bits - 1
-            offset = -at_least(-min(row), digits)
-            step = at_least((max(row) - offset) / top, digits)
-        else:
-            top = 2**bits - 2
-            step = at_least(2 * max(map(abs, row)) / top, digits)
-            offset = -step * top / 2
+        offset = -at_least(-min(row))
+        step = at_least((max(row) - offset) / top)
         decoded.append([offset + step * min(max(round((v - offset) / step), 0), top) for v in row])
     decoded = torch.tensor(decoded, dtype=torch.float64)
     return decoded @ sylvester(rows.shape[1]) * signs if hadamard else decoded
 
 
 @pytest.mark.parametrize("hadamard", [False, True])
-@pytest.mark.parametrize("scheme", ["asymmetric", "symmetric"])
-@pytest.mark.parametrize("scale_dtype, digits", [("bf16", 8), ("fp32", 24)])
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_matches_the_reference(bits, scale_dtype, digits, scheme, hadamard):
-    bits = max(bits, 1 + (scheme == "symmetric"))
+def test_matches_the_reference(bits, hadamard):
     rows = torch.randn(12, 32, generator=torch.Generator().manual_seed(bits)) + 0.5
-    options = {
-        "bits": bits,
-        "scheme": scheme,
-        "scale_dtype": scale_dtype,
-        "group_size": 32,
-        "hadamard": hadamard,
-    }
-    decoded = roundtrip({"name": "quantize", **options}, rows)
-    assert torch.allclose(
-        decoded.double(), reference(rows, bits, scheme, digits, hadamard), atol=2e-5, rtol=0
-    )
+    decoded = roundtrip({"name": "quantize", "bits": bits, "group_size": 32, "hadamard": hadamard}, rows)
+    assert torch.allclose(decoded.double(), reference(rows, bits, hadamard), atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "group_size, to_rows", [(16, lambda x: x.view(3, 16)), ("tensor", lambda x: x.view(1, 48))]
-)
-def test_groups(group_size, to_rows):
+def test_groups_run_across_dimensions():
     x = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0))
-    decoded = roundtrip({"name": "quantize", "group_size": group_size}, x)
-    expected = reference(to_rows(x), bits=4, scheme="asymmetric", digits=8, hadamard=False)
-    assert torch.allclose(to_rows(decoded).double(), expected, atol=2e-5, rtol=0)
+    decoded = roundtrip({"name": "quantize", "group_size": 16}, x)
+    expected = reference(x.view(3, 16), bits=4, hadamard=False)
+    assert torch.allclose(decoded.view(3, 16).double(), expected, atol=2e-5, rtol=0)
 
 
 FLOATS = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)
 
 
 @settings(deadline=None)
-@given(
-    st.lists(FLOATS, min_size=1, max_size=70), st.integers(1, 8), st.sampled_from(["asymmetric", "symmetric"])
-)
-def test_no_value_is_further_than_half_a_step(values, bits, scheme):
-    x, bits = torch.tensor(values), max(bits, 1 + (scheme == "symmetric"))
-    codec = build({"name": "quantize", "bits": bits, "scheme": scheme, "group_size": 8})
+@given(st.lists(FLOATS, min_size=1, max_size=70), st.integers(1, 8))
+def test_no_value_is_further_than_half_a_step(values, bits):
+    x, codec = torch.tensor(values), build({"name": "quantize", "bits": bits, "group_size": 8})
     parts = codec.encode(x, Context())
     step = parts[1].float().repeat_interleave(8)[: len(values)]
     error = (codec.decode(parts, TensorSpec.of(x), Context()) - x).abs()
@@ -111,11 +87,10 @@ def test_sizes_and_errors_promised(hidden):
     assert bits_per_value({**rotated, "bits": 2}, hidden) == 2.25
     assert error_of({**rotated, "bits": 2}, hidden) <= 0.45
     assert error_of({**plain, "bits": 8}, hidden) <= 0.015
-    assert bits_per_value({**plain, "scheme": "symmetric"}, hidden) == 4.125
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("options", [{}, {"scheme": "symmetric"}, {"hadamard": True}])
+@pytest.mark.parametrize("options", [{}, {"hadamard": True}])
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_only_the_group_that_holds_it_is_non_finite(value, options, dtype):
     x = torch.randn(4, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -130,34 +105,27 @@ def test_values_on_the_grid_are_exact_however_rounded():
     x = torch.arange(16.0).repeat(8).view(4, 32)
     for rounding in ("nearest", "stochastic"):
         assert torch.equal(roundtrip({"name": "quantize", "rounding": rounding}, x), x)
-        signed = x.clamp(max=14) - 7
-        assert torch.equal(
-            roundtrip({"name": "quantize", "scheme": "symmetric", "rounding": rounding}, signed), signed
-        )
 
 
-@pytest.mark.parametrize("scheme", ["asymmetric", "symmetric"])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("value", [0.0, 0.1, -3.7, 1e-30, 65504.0])
-def test_constants_stay(value, bits, scheme):
-    bits = max(bits, 1 + (scheme == "symmetric"))
+def test_constants_stay(value, bits):
     for dtype in (torch.float32, torch.float16):
         x = torch.full((5, 31), value, dtype=dtype)
-        y = roundtrip({"name": "quantize", "bits": bits, "scheme": scheme}, x)
+        y = roundtrip({"name": "quantize", "bits": bits}, x)
         assert torch.allclose(y, x, rtol=2**-7, atol=0) and (y == y[0, 0]).all()
 
 
 @pytest.mark.parametrize("hadamard", [False, True])
-@pytest.mark.parametrize("scheme", ["asymmetric", "symmetric"])
 @pytest.mark.parametrize("bits", [1, 2, 4])
-def test_stochastic_rounding_is_unbiased(bits, scheme, hadamard):
+def test_stochastic_rounding_is_unbiased(bits, hadamard):
     row = torch.randn(32, generator=torch.Generator().manual_seed(3))
     x = row.repeat(40_000, 1)  # often enough for what is rarely rounded away from the nearest code
-    options = {"name": "quantize", "group_size": 32, "bits": bits, "scheme": scheme, "hadamard": hadamard}
+    options = {"name": "quantize", "group_size": 32, "bits": bits, "hadamard": hadamard}
     y = roundtrip({**options, "rounding": "stochastic"}, x)
     deviation = (y - x).std(0) / math.sqrt(len(x))
     assert ((y.mean(0) - row).abs() <= 5 * deviation + 1e-5).all()
-    biased = roundtrip({**options, "bits": max(bits, 1 + (scheme == "symmetric"))}, x)
+    biased = roundtrip(options, x)
     assert ((biased.mean(0) - row).abs() > 5 * deviation + 1e-5).any()  # so that the line above can fail
 
 
@@ -234,15 +202,12 @@ def test_a_mean_costs_nothing(mean):
         ((3, 5, 128), {}, 0),
         ((4, 256), {"rounding": "dither"}, 0),
         ((9, 96), {}, 2),
-        ((9, 256), {"group_size": "tensor"}, 2),
-        ((9, 96), {"scheme": "symmetric"}, 0),
         ((1, 96), {}, 0),
     ],
 )
 def test_only_groups_that_cross_rows_cost_a_bit_a_row(shape, options, bits):
     layout = build({"name": "quantize", **options}).layout(TensorSpec(shape, torch.float32))
-    scales = 1 if options.get("scheme") == "symmetric" else 2
-    assert layout[1 + scales :] == ((((bits,), torch.uint8),) if bits else ())
+    assert layout[3:] == ((((bits,), torch.uint8),) if bits else ())
 
 
 @pytest.mark.parametrize("feedback", ["ef", "loco", "ef21"])

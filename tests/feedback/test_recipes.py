@@ -186,12 +186,10 @@ FEEDBACK = [
 ]
 OPTIONS = [
     {"bits": 4},
-    {"bits": 8, "scheme": "symmetric", "group_size": 64},
+    {"bits": 8, "group_size": 64},
     {"bits": 3, "hadamard": True},
-    {"group_size": "tensor"},
     {"bits": 2, "hadamard": True},
     {"rounding": "stochastic"},
-    {"scale_dtype": "fp32"},
 ]
 
 

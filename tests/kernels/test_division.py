@@ -17,7 +17,7 @@ from ds_compress.kernels.numerics import as_divisor
 META = torch.device("meta")
 CODECS = [
     {"name": "quantize", "bits": 4},
-    {"name": "quantize", "bits": 8, "scheme": "symmetric"},
+    {"name": "quantize", "bits": 8},
     {"name": "quantize", "bits": 2, "hadamard": True},
     {"name": "fp8"},
     {"name": "minmax"},

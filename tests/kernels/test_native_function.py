@@ -89,11 +89,10 @@ def test_a_call_needs_to_know_what_sizes_follow_from():
         function.bind(**sound(function), depth=3)
 
 
-def test_an_offset_is_left_out_beforehand_only():
-    """C takes a grid without offsets for a symmetric one."""
+def test_only_what_is_optional_may_be_left_out():
     function = FUNCTIONS["dequantize_groups"]
     given = {**sound(function), "diagonal": None}  # groups are rotated only where their size is a power of 2
-    function.bind(**{**given, "offsets": None})()
+    function.bind(**given)()
     with pytest.raises(TypeError, match="packed: NoneType came, expected a tensor"):
         function.bind(**{**given, "packed": None})
 

@@ -75,10 +75,9 @@ SHAPES = [(0,), (1,), (7,), (8,), (63,), (64,), (65,), (3, 129), (2, 24, 40), (1
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 CODECS = [
     *(
-        {"name": "quantize", "bits": bits, "group_size": size, "scheme": scheme, "hadamard": hadamard}
+        {"name": "quantize", "bits": bits, "group_size": size, "hadamard": hadamard}
         for bits in range(1, 9)
         for size, hadamard in ((8, True), (24, False), (64, True), (128, False), (4096, True))
-        for scheme in ("asymmetric", *["symmetric"] * (bits > 1))
     ),
     *({"name": "quantize", "rounding": "stochastic", "group_size": size} for size in (8, 24, 4096)),
     *({"name": "minmax", "bits": bits} for bits in range(1, 9)),

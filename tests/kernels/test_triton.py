@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,14 +55,14 @@ WIDTHS = (4, 5)
 def every_setting(widths):
     """Calls that between them launch every kernel and take every branch of it; `widths`: in bits."""
     for bits in widths:
-        scale_dtype, dtype = (torch.bfloat16, torch.bfloat16) if bits % 2 else (torch.float32, torch.float32)
+        dtype = torch.bfloat16 if bits % 2 else torch.float32
         x = torch.zeros(64, 128, dtype=dtype)
-        grid = Grid(bits, False, scale_dtype, hadamard=bits == 4)
+        grid = Grid(bits, hadamard=bits == 4)
         groups.dequantize(groups.quantize(x, grid), grid, dtype)
-        groups.quantize_with_error(x, x.float(), 1.0, replace(grid, symmetric=bits == 3))
+        groups.quantize_with_error(x, x.float(), 1.0, grid)
     x = torch.zeros(64, 24, dtype=torch.float16)
     for bits, dither in ((1, None), (4, 2**64 - 1)):
-        grid = Grid(bits, symmetric=True, dithered=dither is not None)
+        grid = Grid(bits)
         groups.dequantize(groups.quantize(x, grid, dither), grid, torch.float16, None, dither)
     for n, dither in ((100, None), (100_000, None), (100_000, 7)):
         frame = frame_of(n, 2.5, dithered=dither is not None)

@@ -23,7 +23,6 @@ CODECS = {
     "dither": ({**FOUR, "rounding": "dither"}, "none"),
     "stochastic": ({**FOUR, "rounding": "stochastic"}, "none"),
     "rotated": ({**FOUR, "hadamard": True}, "ef"),
-    "symmetric": ({**FOUR, "scheme": "symmetric"}, "ef"),
     "entropy with dither": ({"name": "entropy", "bits": 3, "rounding": "dither"}, "none"),
     "minmax": ({"name": "minmax", "bits": 4}, "ef"),
     "topk": ({"name": "topk", "values": FOUR}, "ef"),

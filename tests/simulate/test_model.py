@@ -46,7 +46,7 @@ BLOCKS = {
     "none": {},
     "topk": both({"name": "topk", "density": 0.2}),
     "topk-reuse": both({"name": "topk", "density": 0.2}, {"name": "topk", "indices": "reuse"}),
-    "quantize": both({"name": "quantize", "bits": 4}, {"name": "quantize", "bits": 8, "scheme": "symmetric"}),
+    "quantize": both({"name": "quantize", "bits": 4}, {"name": "quantize", "bits": 8}),
     "quantize-2": both({"name": "quantize", "bits": 2, "group_size": 32, "hadamard": True}, "none"),
     "quantize-stochastic": both({"name": "quantize", "rounding": "stochastic"}),
     "lossless": both("lossless"),

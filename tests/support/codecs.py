@@ -75,11 +75,9 @@ def message_with_sink(tokens=256, width=64):
     return x
 
 
-def any_grid(
-    bits: int, symmetric: bool, scale_dtype: torch.dtype, hadamard: bool, size: int, seed: int
-) -> Grid:
+def any_grid(bits: int, hadamard: bool, size: int, seed: int) -> Grid:
     """Return a grid for groups of `size`, rotated only where that is allowed."""
-    return Grid(bits, symmetric, scale_dtype, hadamard and not size & (size - 1), seed)
+    return Grid(bits, hadamard and not size & (size - 1), seed)
 
 
 def assert_same_bits(ours, theirs) -> None:

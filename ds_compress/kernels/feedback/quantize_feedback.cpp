@@ -108,8 +108,8 @@ void load_sums(Batch<SIZE>& batch, int count, const In* x, const float* state, U
         if (!any(doubts)) {
             for (int k = 0; k < count; ++k) batch.groups[k].load(totals + k * SIZE, args.diagonal);
             const auto reload = [&](int k) { batch.groups[k].load_saturated(totals + k * SIZE, args.diagonal); };
-            if (args.is_symmetric() || args.diagonal) batch.make_grids(count, args, reload);
-            else batch.make_grids(ranges, args);
+            if (args.diagonal) batch.make_grids(count, args, reload);
+            else batch.make_grids(ranges);
             return;
         }
     }

@@ -27,21 +27,17 @@ LARGEST_GROUP = 4096
 BLOCK = 1 << 18
 """Values that the reference takes at a time, so that its intermediate results stay in the cache."""
 
-_SCALES = (torch.bfloat16, torch.float32)
-
 VALUES: dict[str, Any] = {"values": Buffer(FLOATS, ("n", "size"), dtype_from="bf16"), "bf16": FLAG}
 FORMAT: dict[str, Any] = {
     "n": SIZE,
     "size": range(8, LARGEST_GROUP + 1, 8),
     "bits": range(1, 9),
-    "top": range(1, 256),
-    "wide_scale": FLAG,
     "diagonal": Buffer((torch.float32,), ("size",), optional=True),
 }
 PARTS: dict[str, Any] = {
     "packed": Buffer((torch.uint8,), ("n", "size", "bits"), per=8),
-    "steps": Buffer(_SCALES, ("n",), dtype_from="wide_scale"),
-    "offsets": Buffer(_SCALES, ("n",), dtype_from="wide_scale", optional=True),
+    "steps": Buffer((torch.bfloat16,), ("n",)),
+    "offsets": Buffer((torch.bfloat16,), ("n",)),
 }
 _DITHER: dict[str, Any] = {"dithered": FLAG, "first": WORD, "second": WORD}
 _quantize = Function("quantize", "quantize_groups", **VALUES, **FORMAT, **PARTS, **_DITHER)
@@ -140,10 +136,8 @@ def dequantize(
 def empty_parts(n: int, size: int, grid: Grid) -> tuple[Tensor, ...]:
     """Return memory for what `quantize` returns for [n, size] values."""
     packed = torch.empty(n, packed_size(size, grid.bits), dtype=torch.uint8, device="cpu")
-    steps = torch.empty(n, dtype=grid.scale_dtype, device="cpu")
-    if grid.symmetric:
-        return packed, steps
-    return packed, steps, torch.empty(n, dtype=grid.scale_dtype, device="cpu")
+    steps = torch.empty(n, dtype=torch.bfloat16, device="cpu")
+    return packed, steps, torch.empty_like(steps)
 
 
 def format_arguments(n: int, size: int, grid: Grid, dtype: torch.dtype) -> dict[str, Any]:
@@ -154,14 +148,11 @@ def format_arguments(n: int, size: int, grid: Grid, dtype: torch.dtype) -> dict[
     """
     if grid.hadamard and size & (size - 1):
         raise ValueError(f"a rotation of {size} values came, expected a power of two")
-    no_offsets = {"offsets": None} if grid.symmetric else {}
-    return no_offsets | {
+    return {
         "bf16": dtype == torch.bfloat16,
         "n": n,
         "size": size,
         "bits": grid.bits,
-        "top": grid.top,
-        "wide_scale": grid.scale_dtype == torch.float32,
         "diagonal": diagonal(size, grid.key, torch.device("cpu")) if grid.hadamard else None,
     }
 

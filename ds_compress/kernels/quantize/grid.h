@@ -23,9 +23,8 @@ struct Grid {
     }
 };
 
-// The smallest floats of the scale's format that are not below x; nan stays nan.
-inline Floats at_least(Floats x, bool wide) {
-    if (wide) return x;
+// The smallest bf16 that are not below x; nan stays nan.
+inline Floats at_least(Floats x) {
     const Words bits = (Words)x, up = (Ints)x < 0 ? bits : bits + 0xFFFF;
     return x != x ? x : (Floats)(up & 0xFFFF0000);
 }
@@ -48,44 +47,23 @@ struct Grids {
         return !any(beyond);
     }
 
-    // From `least` to `most` [COUNT].
-    void between(const float* least, const float* most, bool wide) {
-        for (int i = 0; i < COUNT; i += LANES) {
-            const Floats offset = -at_least(-saturated(load(least + i), LARGEST_LIMIT), wide);
-            make(at_least((saturated(load(most + i), LARGEST_LIMIT) - offset) / top, wide), i);
-            store(offset, offsets + i);
-        }
-    }
-
-    // From -reach to reach.
-    void around_zero(const float* reach, bool wide) {
-        for (int i = 0; i < COUNT; i += LANES) {
-            make(at_least(2 * saturated(load(reach + i), LARGEST_LIMIT) / top, wide), i);
-            store(load(steps + i) * (-top / 2), offsets + i);
-        }
-    }
-
-    // The first `count`, from place `first` on; no offsets where those are null.
-    void store_scales(int count, bool wide, int64_t first, void* to_steps, void* to_offsets) const {
-        store_each(steps, count, wide, to_steps, first);
-        if (to_offsets) store_each(offsets, count, wide, to_offsets, first);
-    }
-
-private:
-    // A step's inverse is finite, and of no step 1: see `_step` in grid.py.
-    void make(Floats step, int i) {
+    // From `least` to `most` [COUNT]. A step's inverse is finite, and of no step 1: see `minmax_scales` in grid.py.
+    void between(const float* least, const float* most) {
         constexpr float smallest = 0x1p-126f;
-        step = step > 0.0f ? larger(step, Floats{} + smallest) : step;
-        store(step, steps + i);
-        store(step > 0.0f ? 1.0f / step : Floats{} + 1.0f, inverses + i);
+        for (int i = 0; i < COUNT; i += LANES) {
+            const Floats offset = -at_least(-saturated(load(least + i), LARGEST_LIMIT));
+            Floats step = at_least((saturated(load(most + i), LARGEST_LIMIT) - offset) / top);
+            step = step > 0.0f ? larger(step, Floats{} + smallest) : step;
+            store(step, steps + i), store(offset, offsets + i);
+            store(step > 0.0f ? 1.0f / step : Floats{} + 1.0f, inverses + i);
+        }
     }
 
-    static void store_each(const float* scales, int count, bool wide, void* to, int64_t first) {
+    // The first `count`.
+    void store_scales(int count, uint16_t* to_steps, uint16_t* to_offsets) const {
         for (int i = 0; i < count; i += LANES) {
-            const Floats values = load(scales + i);
             const int64_t lanes = count - i < LANES ? count - i : LANES;
-            if (wide) store_partial(values, static_cast<float*>(to) + first + i, lanes);
-            else store_partial(values, static_cast<uint16_t*>(to) + first + i, lanes);
+            store_partial(load(steps + i), to_steps + i, lanes), store_partial(load(offsets + i), to_offsets + i, lanes);
         }
     }
 };

@@ -1,9 +1,9 @@
 """A grid per group: value = offset + step * code, with code in 0 .. top.
 
-Scales are rounded to their wire dtype before the codes are made, offsets down and steps up. So the grid that
-the receiver rebuilds covers the group, and no value is more than half a step from that of its code. Only
-values beyond `LARGEST_LIMIT` may be outside; they get the nearest code. A group that holds inf or nan has an
-infinite or nan step and decodes to nan.
+Scales are sent in bfloat16, and rounded to it before the codes are made, offsets down and steps up. So the
+grid that the receiver rebuilds covers the group, and no value is more than half a step from that of its code.
+Only values beyond `LARGEST_LIMIT` may be outside; they get the nearest code. A group that holds inf or nan
+has an infinite or nan step and decodes to nan.
 
 Stochastic rounding takes a draw of 16 bits for each value: the upper 8 are of the value, made from a key
 and from the place of the value, so that every kernel makes them where it needs them; the lower 8 are of the
@@ -47,84 +47,57 @@ class Grid:
     bits: int
     """Bits of a code, 1 to 8."""
 
-    symmetric: bool = False
-    """Around 0, given by its step alone; otherwise from the smallest to the largest value."""
-
-    scale_dtype: torch.dtype = torch.bfloat16
-    """Dtype of step and offset: float32 or bfloat16."""
-
     hadamard: bool = False
     """Rotate each group first (see `hadamard`); its size is then a power of two."""
 
     key: int = 0
     """Key of the signs of the rotation."""
 
-    dithered: bool = False
-    """With subtractive dither: the draw that rounded a value is subtracted when it is decoded."""
-
     @cached_property
     def top(self) -> int:
-        """The largest code. A symmetric grid of 2 or more bits has an odd number of levels, so that 0 is one:
-        -1, 0, 1 at 2 bits. Dithered codes are shifted when decoded, so no level needs to be 0."""
-        odd = self.symmetric and self.bits > 1 and not self.dithered
-        return 2**self.bits - (2 if odd else 1)
+        """The largest code."""
+        return int(2**self.bits - 1)
 
 
-def minmax_scales(low: Tensor, high: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Return step and offset, [n] of the scale dtype, of grids from `low` to `high`, fp32 [n]."""
+def minmax_scales(low: Tensor, high: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Return step and offset, bf16 [n], of grids from `low` to `high`, fp32 [n]."""
     # + 0.0: which of two zeros a reduction meets first depends on the processor
     low, high = saturate(low + 0.0, LARGEST_LIMIT), saturate(high + 0.0, LARGEST_LIMIT)
-    offset = _at_most(low, grid.scale_dtype)
-    return _step((high - offset.float()) / as_divisor(grid.top, high), grid), offset
+    offset = -_at_least(-low)
+    step = _at_least((high - offset.float()) / as_divisor(top, high))
+    return torch.where(step > 0, step.clamp(min=SMALLEST_STEP), step), offset  # with a finite inverse
 
 
-def symmetric_scale(reach: Tensor, grid: Grid) -> Tensor:
-    """Return the step, [n] of the scale dtype, of grids from -reach to reach, fp32 [n]."""
-    return _step(2 * saturate(reach, LARGEST_LIMIT) / as_divisor(grid.top, reach), grid)
-
-
-def _step(least: Tensor, grid: Grid) -> Tensor:
-    """Return the smallest step of the scale dtype that is at least `least` and has a finite inverse; 0 stays
-    0."""
-    step = _at_least(least, grid.scale_dtype)
-    return torch.where(step > 0, step.clamp(min=SMALLEST_STEP), step)
-
-
-def offset_of(scales: Sequence[Tensor], grid: Grid) -> Tensor:
-    """Return the offset, [n], of grids whose `scales` are step and offset, or step alone."""
-    return scales[0].float() * (-grid.top / 2) if grid.symmetric else scales[1]
-
-
-def to_codes(groups: Tensor, scales: Sequence[Tensor], grid: Grid, dither: int | None) -> Tensor:
+def to_codes(groups: Tensor, scales: Sequence[Tensor], top: int, dither: int | None) -> Tensor:
     """Return the codes, uint8 [n, G], of `groups`, fp32 [n, G].
 
     Args:
-        scales: step and offset, [n] each, or step alone.
+        scales: step and offset, [n] each.
         dither: None rounds to nearest. Otherwise the key of draws that round to one of the two neighbours,
             so that the expected value equals the input.
     """
-    step, offset = scales[0].float(), offset_of(scales, grid).float()
+    step, offset = (scale.float() for scale in scales)
     # all values of a group of step 0 equal its offset: code 0. One division per group, not one per value
     inverse = torch.where(step > 0, 1 / step, 1)
     position = (groups - offset[:, None]).mul_(inverse[:, None])
     if dither is None:
-        return position.add_(0.5).clamp_(0, grid.top).to(torch.uint8)  # the cast truncates
-    position = torch.where(position > 0, position, 0).clamp_(max=grid.top)
+        return position.add_(0.5).clamp_(0, top).to(torch.uint8)  # the cast truncates
+    position = torch.where(position > 0, position, 0).clamp_(max=top)
     n, size = groups.shape
     upper, lower = draws((n, size), dither, groups.device)
     # fixed point with 8 fractional bits: adding 8 bits carries as often as the fraction says
     fixed = position.mul_(256).add_((lower + 0.5) / 256).to(torch.int32)
     # with 8 bits, the largest position and the largest draw, the sum is rounded up
-    return (fixed + upper >> 8).clamp_(max=grid.top).to(torch.uint8)
+    return (fixed + upper >> 8).clamp_(max=top).to(torch.uint8)
 
 
-def from_codes(codes: Tensor, scales: Sequence[Tensor], grid: Grid, dither: int | None = None) -> Tensor:
+def from_codes(codes: Tensor, scales: Sequence[Tensor], dither: int | None = None) -> Tensor:
     """Return the values, fp32 [n, G], of `codes`, uint8 [n, G].
 
     Args:
-        dither: the key of the draws, if the grid is dithered.
+        dither: the key of the draws, if they are subtracted.
     """
-    step, offset = scales[0].float(), offset_of(scales, grid).float()
+    step, offset = (scale.float() for scale in scales)
     if dither is None:
         return codes.float().mul_(step[:, None]).add_(offset[:, None])
     upper, lower = draws((codes.shape[0], codes.shape[1]), dither, codes.device)
@@ -133,21 +106,15 @@ def from_codes(codes: Tensor, scales: Sequence[Tensor], grid: Grid, dither: int 
     return fixed.float().mul_(1 / 256).mul_(step[:, None]).add_(offset[:, None])
 
 
-def _at_least(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the smallest number of `dtype`, float32 or bfloat16, that is at least `x`, fp32; nan stays nan.
+def _at_least(x: Tensor) -> Tensor:
+    """Return the smallest bfloat16 that is at least `x`, fp32; nan stays nan.
 
     A bfloat16 is the upper half of a float32: truncation rounds towards 0, which is up for negative numbers.
     Integers are used because a compiler may remove a conversion to bfloat16 and back.
     """
-    if dtype == torch.float32:
-        return x
     bits = x.view(torch.int32)
     rounded = (torch.where(bits < 0, bits, bits + 0xFFFF) & -0x10000).view(torch.float32)
-    return torch.where(x == x, rounded, x).to(dtype)
-
-
-def _at_most(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return -_at_least(-x, dtype)
+    return torch.where(x == x, rounded, x).bfloat16()
 
 
 def draws(shape: tuple[int, int], key: int, device: torch.device) -> tuple[Tensor, Tensor]:

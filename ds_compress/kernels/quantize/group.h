@@ -20,12 +20,11 @@ constexpr int MAX_GROUP = 4096;
 struct GroupArguments {
     void* values;  // bf16, or fp32
     int64_t bf16;
-    int64_t n, size, bits, top, wide_scale;  // size: of a group; top: the largest code; wide_scale: fp32 rather than bf16
-    const float* diagonal;                   // of the rotation, or null
+    int64_t n, size, bits;  // size: of a group
+    const float* diagonal;  // of the rotation, or null
     uint8_t* packed;
-    void *steps, *offsets;  // offsets: null if grids are symmetric
+    uint16_t *steps, *offsets;  // bf16
 
-    bool is_symmetric() const { return !offsets; }
     uint8_t* codes(int64_t group) const { return packed + group * (size * bits / 8); }
 };
 
@@ -278,13 +277,8 @@ private:
     }
 };
 
-inline float load_scale(const void* scales, int64_t i, bool wide) {
-    return wide ? static_cast<const float*>(scales)[i] : to_float(static_cast<const uint16_t*>(scales)[i]);
-}
-
 INLINED Grid load_grid(const GroupArguments& args, int64_t i) {
-    const float step = load_scale(args.steps, i, args.wide_scale);
-    return {step, args.is_symmetric() ? step * (-args.top / 2.0f) : load_scale(args.offsets, i, args.wide_scale), 0, 0};
+    return {to_float(args.steps[i]), to_float(args.offsets[i]), 0, 0};
 }
 
 // Groups whose ranges are found while others wait for theirs, at most so many; beside a state, which takes its place in
@@ -317,7 +311,7 @@ struct Batch {
     Grids<CAPACITY> grids;
 
     explicit Batch(const GroupArguments& args) : grids() {
-        grids.top = args.top;
+        grids.top = (1 << args.bits) - 1;
         for (Group<SIZE>& group : groups) group.size = args.size;
     }
 
@@ -325,42 +319,34 @@ struct Batch {
     // value of its group was beyond `largest_value`.
     template <class F>
     void make_grids(int count, const GroupArguments& args, const F& reload) {
-        make_grids(count, args);
+        make_grids(count);
         if (!args.diagonal || grids.within(ORDINARY)) return;
         for (int i = 0; i < count; ++i) reload(i);
-        make_grids(count, args);
+        make_grids(count);
     }
 
-    void make_grids(int count, const GroupArguments& args) {
-        Ranges ranges;
-        if (args.is_symmetric()) {
-            for (int i = 0; i < count; ++i)
-                ranges.most[i] = as_float(largest_magnitude<SIZE>(groups[i].values, groups[i].size));
-            grids.around_zero(ranges.most, args.wide_scale);
-        } else {
-            if constexpr (SIZE != 0 && SIZE % LANES == 0) {
-                MinMax seen[CAPACITY];
-                Ints doubts = {};
-                for (int i = 0; i < count; ++i) {
-                    MinMax range;
-                    for (int j = 0; j < SIZE; j += LANES) range.update(load(groups[i].values + j));
-                    doubts |= range.nonfinite_mask();
-                    seen[i] = range;
-                }
-                if (!any(doubts)) return make_grids(Ranges(seen), args);
+    void make_grids(int count) {
+        if constexpr (SIZE != 0 && SIZE % LANES == 0) {
+            MinMax seen[CAPACITY];
+            Ints doubts = {};
+            for (int i = 0; i < count; ++i) {
+                MinMax range;
+                for (int j = 0; j < SIZE; j += LANES) range.update(load(groups[i].values + j));
+                doubts |= range.nonfinite_mask();
+                seen[i] = range;
             }
-            for (int i = 0; i < count; ++i)
-                minmax<SIZE>(groups[i].values, groups[i].size, ranges.least[i], ranges.most[i]);
-            make_grids(ranges, args);
+            if (!any(doubts)) return make_grids(Ranges(seen));
         }
+        Ranges ranges;
+        for (int i = 0; i < count; ++i)
+            minmax<SIZE>(groups[i].values, groups[i].size, ranges.least[i], ranges.most[i]);
+        make_grids(ranges);
     }
 
     // From what they are known to reach from, and to.
-    void make_grids(const Ranges& ranges, const GroupArguments& args) {
-        grids.between(ranges.least, ranges.most, args.wide_scale);
-    }
+    void make_grids(const Ranges& ranges) { grids.between(ranges.least, ranges.most); }
 
     void store_scales(int count, const GroupArguments& args, int64_t first) const {
-        grids.store_scales(count, args.wide_scale, first, args.steps, args.offsets);
+        grids.store_scales(count, args.steps + first, args.offsets + first);
     }
 };

@@ -8,7 +8,7 @@ from torch import Tensor
 from ds_compress.kernels.memory import copy_into
 from ds_compress.kernels.numerics import narrow, rows_within
 from ds_compress.kernels.quantize.bits import pack, unpack
-from ds_compress.kernels.quantize.grid import Grid, from_codes, minmax_scales, symmetric_scale, to_codes
+from ds_compress.kernels.quantize.grid import Grid, from_codes, minmax_scales, to_codes
 from ds_compress.kernels.quantize.hadamard import rotate, rotate_back
 
 __all__ = ["dequantize", "quantize"]
@@ -30,16 +30,12 @@ def quantize(
         size: G, if `groups` have any other shape.
 
     Returns:
-        Packed codes, uint8 [n, G * bits / 8]; step [n]; offset [n], unless the grid is symmetric.
+        Packed codes, uint8 [n, G * bits / 8]; step and offset, bf16 [n].
     """
     groups = groups if size is None else groups.reshape(-1, size)
     groups = rotate(groups.float(), grid.key) if grid.hadamard else groups.float()
-    scales: tuple[Tensor, ...]
-    if grid.symmetric:
-        scales = (symmetric_scale(groups.abs().amax(1), grid),)
-    else:
-        scales = minmax_scales(groups.amin(1), groups.amax(1), grid)
-    return copy_into(out, (pack(to_codes(groups, scales, grid, dither), grid.bits), *scales))
+    scales = minmax_scales(groups.amin(1), groups.amax(1), grid.top)
+    return copy_into(out, (pack(to_codes(groups, scales, grid.top, dither), grid.bits), *scales))
 
 
 def dequantize(
@@ -52,14 +48,14 @@ def dequantize(
     """Return the values of `parts`, which `quantize` returned and which are contiguous.
 
     Args:
-        dither: that of `quantize`, if `grid.dithered`.
+        dither: that of `quantize`, if its draws are to be subtracted.
 
     Returns:
         [n, G], or `shape` with as many entries, of `dtype`.
     """
     packed, *scales = parts
     codes = unpack(packed, grid.bits)
-    groups = from_codes(codes, scales, grid, dither)
+    groups = from_codes(codes, scales, dither)
     groups = rotate_back(groups, grid.key) if grid.hadamard else groups
     groups = groups.to(dtype)
     return groups if shape is None else groups.view(shape)

@@ -19,6 +19,7 @@ from ds_compress.kernels.quantize.grid import Grid, key_halves
 from ds_compress.kernels.quantize.hadamard import diagonal, largest_value
 from ds_compress.kernels.quantize.triton_tiles import (
     LARGEST_LIMIT,
+    SMALLEST_STEP,
     at_least,
     draws,
     fp32,
@@ -26,12 +27,10 @@ from ds_compress.kernels.quantize.triton_tiles import (
     load_piece,
     lower_of_draws,
     places,
-    reach,
     rotate,
     rotate_back,
     rounded,
     saturated,
-    step_from,
     store_piece,
 )
 
@@ -85,7 +84,7 @@ def _launch(
     n, size = groups.shape
     if out is None:
         packed = groups.new_empty(n, packed_size(size, grid.bits), dtype=torch.uint8)
-        out = packed, *(groups.new_empty(n, dtype=grid.scale_dtype) for _ in range(2 - grid.symmetric))
+        out = packed, *(groups.new_empty(n, dtype=torch.bfloat16) for _ in range(2))
     programs, shape = _shape(n, size, grid, groups.itemsize)
     with torch.cuda.device_of(groups):
         _quantize[programs](
@@ -94,11 +93,10 @@ def _launch(
             residual,
             factor,
             error,
-            out[0],
-            out[1],
-            None if grid.symmetric else out[2],
+            *out,
             diagonal(size, grid.key, groups.device) if grid.hadamard else None,
             n,
+            TOP=grid.top,
             DITHERED=dither is not None,
             LARGEST=torch.finfo(groups.dtype).max,
             LARGEST_VALUE=largest_value(size),
@@ -118,7 +116,7 @@ def dequantize(
     n, size = parts[0].shape[0], parts[0].shape[1] * 8 // grid.bits
     if not n or size > MAX_GROUP:
         return reference.dequantize(parts, grid, dtype, shape, dither)
-    packed, step, *offset = (part.contiguous() for part in parts)
+    packed, step, offset = (part.contiguous() for part in parts)
     values = torch.empty((n, size) if shape is None else shape, dtype=dtype, device=packed.device)
     programs, options = _shape(n, size, grid, values.itemsize)
     with torch.cuda.device_of(packed):
@@ -126,7 +124,7 @@ def dequantize(
             packed,
             *key_halves(dither or 0),
             step,
-            offset[0] if offset else None,
+            offset,
             values,
             diagonal(size, grid.key, packed.device) if grid.hadamard else None,
             n,
@@ -144,8 +142,7 @@ def _shape(n: int, size: int, grid: Grid, itemsize: int) -> tuple[tuple[int], di
         tiles *= 2
     columns = triton.next_power_of_2(size // tiles)
     rows = max(1, VALUES // (columns * tiles))
-    shape: dict[str, Any] = {"ROWS": rows, "TILES": tiles, "WIDTH": size // tiles, "COLUMNS": columns}
-    shape |= {"BITS": grid.bits, "TOP": grid.top}
+    shape = {"ROWS": rows, "TILES": tiles, "WIDTH": size // tiles, "COLUMNS": columns, "BITS": grid.bits}
     return (triton.cdiv(n, rows),), shape
 
 
@@ -174,8 +171,8 @@ def _quantize(
 ):
     """A tile of a group is WIDTH values, in COLUMNS columns.
 
-    `offset` is None for a symmetric grid, `residual` and `error` without error feedback, `diagonal` without a
-    rotation; `first` and `second` are the halves of the dither's key.
+    `residual` and `error` are None without error feedback, `diagonal` without a rotation; `first` and
+    `second` are the halves of the dither's key.
     """
     row, place, exists = places(n, ROWS, WIDTH, COLUMNS)
     at = row[:, None] * (TILES * WIDTH) + place
@@ -198,14 +195,14 @@ def _quantize(
     unrotated = values
     if diagonal is not None:
         values = rotate(values, diagonal, ROWS, TILES, COLUMNS)
-    grid_step, start = _grids(values, exists, step, offset, TILES, WIDTH, COLUMNS, TOP)
+    grid_step, start = _grids(values, exists, TILES, WIDTH, COLUMNS, TOP)
     if tl.max((grid_step + tl.abs(start) <= ORDINARY).to(tl.int32) ^ 1, 0) > 0:
         if diagonal is not None:
             cut_off = ()
             for t in tl.static_range(TILES):
                 cut_off = cut_off + (saturated(unrotated[t], LARGEST_VALUE),)
             values = rotate(cut_off, diagonal, ROWS, TILES, COLUMNS)
-            grid_step, start = _grids(values, exists, step, offset, TILES, WIDTH, COLUMNS, TOP)
+            grid_step, start = _grids(values, exists, TILES, WIDTH, COLUMNS, TOP)
         if not DITHERED:
             outside = values
             values = ()
@@ -213,8 +210,7 @@ def _quantize(
                 within = tl.minimum(outside[t], (start + grid_step * TOP)[:, None])
                 values = values + (tl.maximum(within, start[:, None]),)
     tl.store(step + row, grid_step.to(step.dtype.element_ty), mask=row < n)
-    if offset is not None:
-        tl.store(offset + row, start.to(offset.dtype.element_ty), mask=row < n)
+    tl.store(offset + row, start.to(offset.dtype.element_ty), mask=row < n)
 
     inverse = tl.div_rn(fp32(1), tl.where(grid_step > 0, grid_step, 1.0))
     # of a range beyond that of fp32 the step is infinite: 0 for every finite value, never inf times 0
@@ -244,27 +240,15 @@ def _quantize(
 
 @triton.jit
 def _grids(
-    values,
-    exists,
-    step,
-    offset,
-    TILES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TOP: tl.constexpr,
+    values, exists, TILES: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, TOP: tl.constexpr
 ):
-    """The steps of the grids of values and where these start, [ROWS], rounded as `step` and `offset` are."""
-    if offset is None:
-        magnitude = saturated(reach(values, exists, TILES, WIDTH == COLUMNS), LARGEST_LIMIT)
-        grid_step = step_from(tl.div_rn(2 * magnitude, fp32(TOP)), step)
-        start = grid_step * (-TOP / 2)
-    else:
-        low, high = limits(values, exists, TILES, WIDTH == COLUMNS)
-        # of zeros, +0
-        low, high = saturated(low + 0.0, LARGEST_LIMIT), saturated(high + 0.0, LARGEST_LIMIT)
-        start = -at_least(-low, step)
-        grid_step = step_from(tl.div_rn(high - start, fp32(TOP)), step)
-    return grid_step, start
+    """The steps of the grids of values and where these start, [ROWS]: see `minmax_scales`."""
+    low, high = limits(values, exists, TILES, WIDTH == COLUMNS)
+    # of zeros, +0
+    low, high = saturated(low + 0.0, LARGEST_LIMIT), saturated(high + 0.0, LARGEST_LIMIT)
+    start = -at_least(-low)
+    step = at_least(tl.div_rn(high - start, fp32(TOP)))
+    return tl.where((step > 0) & (step < SMALLEST_STEP), SMALLEST_STEP, step), start
 
 
 @triton.jit(do_not_specialize=["n", "first", "second"])
@@ -282,7 +266,6 @@ def _dequantize(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     BITS: tl.constexpr,
-    TOP: tl.constexpr,
     DITHERED: tl.constexpr,
 ):
     row, place, exists = places(n, ROWS, WIDTH, COLUMNS)
@@ -294,10 +277,7 @@ def _dequantize(
         if BITS & (8 >> i):
             codes = load_piece(packed, codes, exists, BITS, 8 >> i, TILES, WIDTH)
     grid_step = tl.load(step + row, mask=row < n, other=0).to(tl.float32)
-    if offset is None:
-        start = grid_step * (-TOP / 2)
-    else:
-        start = tl.load(offset + row, mask=row < n, other=0).to(tl.float32)
+    start = tl.load(offset + row, mask=row < n, other=0).to(tl.float32)
     drawn = None
     if DITHERED:
         start += (-127 - lower_of_draws(row, first, second, TILES * WIDTH)) * (1 / 256) * grid_step

@@ -17,6 +17,7 @@ import triton.language as tl
 from ds_compress.kernels.quantize import grid
 
 LARGEST_LIMIT = tl.constexpr(grid.LARGEST_LIMIT)
+SMALLEST_STEP = tl.constexpr(grid.SMALLEST_STEP)
 
 
 @triton.jit
@@ -174,36 +175,17 @@ def limits(values, exists, TILES: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def reach(values, exists, TILES: tl.constexpr, WHOLE: tl.constexpr):
-    """Return the largest magnitude of each row."""
-    magnitudes = ()
-    for t in tl.static_range(TILES):
-        magnitudes = magnitudes + (tl.abs(values[t]),)
-    _, high = limits(magnitudes, exists, TILES, WHOLE)
-    return high
-
-
-@triton.jit
 def saturated(x, most):
     """Clamp the finite numbers of `x`, fp32, to `most`."""
     return tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -most), most), x)
 
 
 @triton.jit
-def at_least(x, scale):
-    """Return `x`, fp32; if `scale` points at bfloat16, the smallest one not below it (see `affine`)."""
-    if scale.dtype.element_ty == tl.bfloat16:
-        bits = x.to(tl.int32, bitcast=True)
-        upper = (tl.where(bits < 0, bits, bits + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
-        x = tl.where(x == x, upper, x)
-    return x
-
-
-@triton.jit
-def step_from(least, scale):
-    """Return the smallest step not below `least`, in the format that `scale` points at (see `affine`)."""
-    step = at_least(least, scale)
-    return tl.where((step > 0) & (step < 1.1754943508222875e-38), 1.1754943508222875e-38, step)
+def at_least(x):
+    """Return the smallest bfloat16 not below `x`, fp32, as fp32 (see `grid`)."""
+    bits = x.to(tl.int32, bitcast=True)
+    upper = (tl.where(bits < 0, bits, bits + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
+    return tl.where(x == x, upper, x)
 
 
 @triton.jit

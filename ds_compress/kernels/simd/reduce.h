@@ -54,18 +54,6 @@ inline bool any(Ints x) {
 #endif
 }
 
-// The bits of the largest magnitude of `values` [size]: of nan, if there is one.
-template <int SIZE>
-inline uint32_t largest_magnitude(const float* values, int64_t size) {
-    const int64_t count = SIZE ? SIZE : size;
-    int32_t largest = 0;
-    for (int64_t i = 0; i < count; ++i) {
-        const int32_t bits = as_bits(values[i]) & MAGNITUDE;
-        largest = bits > largest ? bits : largest;
-    }
-    return largest;
-}
-
 inline bool holds_nan(const float* values, int64_t size) {
     bool found = false;
     for (int64_t i = 0; i < size; ++i) found |= values[i] != values[i];
