@@ -134,7 +134,7 @@ def _reason(
     if problem["type"] == "literal_error":
         allowed = problem["ctx"]["expected"].replace(" or ", ", ")
         names = [word.strip("'") for word in allowed.split(", ")]
-        others = (("model_type", "an object"), ("int_parsing", "an integer"))
+        others = (("model_type", "an object"), ("int_type", "an integer"))
         also = "".join(f", or {name}" for kind, name in others if kind in kinds)
         return f"{came} is not allowed{instead(problem['input'], names)}; allowed: {allowed}{also}"
     if problem["type"] in ("model_type", "dict_type"):

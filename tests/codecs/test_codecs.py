@@ -126,6 +126,7 @@ REFUSED = {
         ({"axis": 1}, "codec.axis: unknown key (removed: groups are runs of the values as they lie in"),
         ({"rotate": "learned"}, "codec.rotate: unknown key (removed: a product with a basis takes"),
     ],
+    "fp8": [({"group_size": "row"}, "'row' is not allowed; allowed: 'tensor', or an integer")],
     "entropy": [
         ({"rotate": "learned"}, "codec.rotate: unknown key (removed: a product with a basis takes"),
         ({"refresh_steps": 16}, "codec.refresh_steps: unknown key (removed: there is no basis to refresh"),
