@@ -25,7 +25,6 @@ scale, by which messages are larger than states
     update_state(state, change, divisor)               -> state + change / divisor, flag: it can be kept
     update_residual(x, residual, sent, scale, residual_decay, error_weight)   -> next residual, flag
     is_finite(matrix)                                  -> flag
-    choose(condition, first, second)                   flag, two of a shape -> one of them
     encode_int8(value)                                 -> codes, scales
     decode_int8(codes, scales)                         -> fp32 of codes' shape
 
@@ -39,7 +38,6 @@ topk: entries are int64 indices [count] or bits, uint8 [numel / 8], lowest first
     unpack_bits(packed, numel)                         -> bool [numel]
     set_bits(indices, numel)                           int64 [count] -> uint8 [numel / 8]
     list_bits(packed, numel, count)                    -> int64 [count], ascending
-    copy_bits(packed, numel, count)                    -> entries in memory of their own
 
 entropy: words are int16 [frame.words], frame a `CodeLayout`, tolerance and shifts in octaves
 

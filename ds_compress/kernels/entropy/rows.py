@@ -16,8 +16,6 @@ its code says.
 import torch
 from torch import Tensor
 
-__all__ = ["shift_rows", "unshift_rows"]
-
 LARGER = 2
 """Octaves that a row may lie above the median row: most rows do not move."""
 

@@ -12,7 +12,6 @@ from ds_compress.kernels.quantize.grid import SMALLEST_STEP, Grid
 
 __all__ = [
     "add_residual",
-    "choose",
     "decode_int8",
     "delta",
     "dequantize_change",
@@ -75,36 +74,20 @@ def blend(residual: Tensor, lost: Tensor, scale: float, residual_decay: float, e
     return residual_decay * residual + lost if residual_decay else lost
 
 
-def choose(condition: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Return `first` if `condition`, a bool of one element, is true, else `second`, of the same shape and
-    dtype. The host does not wait for a GPU."""
-    return torch.where(condition, first, second)
-
-
 def encode_int8(value: Tensor) -> tuple[Tensor, Tensor]:
     """Return int8 codes of value's shape, and one fp32 scale per GROUP values. The codes of a group that is
     not finite may be anything."""
     groups = grouped(value)
-    scales = int8_scales(groups)
-    return int8_codes(groups, scales, value.shape), scales
+    scales = groups.abs().amax(1) / as_divisor(127, groups) if groups.numel() else groups.new_zeros(0)
+    scales = torch.where(scales > 0, scales.clamp(min=SMALLEST_STEP), scales)  # with a finite inverse
+    inverse = torch.where(scales > 0, 1 / scales, 0)  # one division per group, not one per value
+    codes = (groups * inverse[:, None]).round().clamp(-127, 127).to(torch.int8)
+    return codes.flatten()[: value.numel()].view(value.shape), scales
 
 
 def decode_int8(codes: Tensor, scales: Tensor) -> Tensor:
     """Return the fp32 values of what `encode_int8` returned."""
     return (grouped(codes) * scales[:, None]).flatten()[: codes.numel()].view(codes.shape)
-
-
-def int8_scales(groups: Tensor) -> Tensor:
-    """Return fp32 [groups]: steps that make the largest code of each group 127; 0, or of finite inverse."""
-    scales = groups.abs().amax(1) / as_divisor(127, groups) if groups.numel() else groups.new_zeros(0)
-    return torch.where(scales > 0, scales.clamp(min=SMALLEST_STEP), scales)
-
-
-def int8_codes(groups: Tensor, scales: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return `groups`, fp32 [groups, GROUP], in steps of `scales`, [groups], as int8 of `shape`."""
-    inverse = torch.where(scales > 0, 1 / scales, 0)  # one division per group, not one per value
-    codes = (groups * inverse[:, None]).round().clamp(-127, 127)
-    return codes.to(torch.int8).flatten()[: torch.Size(shape).numel()].view(shape)
 
 
 def grouped(value: Tensor) -> Tensor:

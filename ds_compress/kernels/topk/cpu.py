@@ -164,12 +164,6 @@ def list_bits(packed: Tensor, numel: int, count: int) -> Tensor:
     return found
 
 
-def copy_bits(packed: Tensor, numel: int, count: int) -> Tensor:
-    if native.serves(numel):
-        return packed.clone()
-    return list_bits(packed, numel, count)
-
-
 def gather(x: Tensor, entries: Tensor, count: int) -> Tensor:
     """See `reference.gather`; of damaged bits, of which fewer than `count` are set, the first entry."""
     if entries.dtype != torch.uint8 or not _is_supported(x):

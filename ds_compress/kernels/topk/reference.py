@@ -15,7 +15,6 @@ from torch import Tensor
 from ds_compress.kernels.numerics import is_finite
 
 __all__ = [
-    "copy_bits",
     "gather",
     "list_bits",
     "pack_bits",
@@ -84,12 +83,6 @@ def positions(mask: Tensor, count: int) -> Tensor:
     return found.scatter_(0, slot, torch.arange(mask.numel(), dtype=torch.int64, device=mask.device))[:count]
 
 
-def copy_bits(packed: Tensor, numel: int, count: int) -> Tensor:
-    """Return the entries whose bits are set in `packed`, uint8 [ceil(numel / 8)] in a packet, in memory of
-    their own; `count` are set."""
-    return list_bits(packed, numel, count)
-
-
 def gather(x: Tensor, entries: Tensor, count: int) -> Tensor:
     """Return the `entries` of `x`, [count], or nan for each of them if any entry of `x` is not finite.
 
@@ -112,11 +105,6 @@ def _indices(entries: Tensor, numel: int, count: int) -> Tensor:
     return list_bits(entries, numel, count) if entries.dtype == torch.uint8 else entries
 
 
-def kth_largest(size: Tensor, k: int) -> Tensor:
-    """Return the k-th largest of each row of `size` [rows, d], [rows, 1]."""
-    return size.topk(k, dim=1, sorted=False).values.amin(1, keepdim=True)
-
-
 def select_largest(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Select the k entries of each row of `x` [rows, d] with the largest keys; of equal keys the lowest
     index.
@@ -130,7 +118,7 @@ def select_largest(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Ten
     """
     # `torch.topk` does not specify which of equal entries it returns: only the k-th value is taken from it
     size = keys(x)
-    cut = kth_largest(size, k)
+    cut = size.topk(k, dim=1, sorted=False).values.amin(1, keepdim=True)
     above, tied = size > cut, size == cut
     tied &= tied.cumsum(1, dtype=torch.int32) <= k - above.count_nonzero(1).unsqueeze(1)
     entries = positions((above | tied).flatten(), len(x) * k)

@@ -35,7 +35,8 @@ class Selection:
     @classmethod
     def from_packet(cls, bits: Tensor, numel: int, count: int) -> "Selection":
         """Return the selection of bits in a packet, whose memory will be used again."""
-        return cls(numel, count, kernels(bits.device).copy_bits(bits, numel, count))
+        entries = bits.clone() if bits.is_cpu else kernels(bits.device).list_bits(bits, numel, count)
+        return cls(numel, count, entries)
 
     @classmethod
     def joined(cls, selections: Sequence["Selection"]) -> "Selection":
