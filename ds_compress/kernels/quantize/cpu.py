@@ -45,9 +45,9 @@ _dequantize = Function("quantize", "dequantize_groups", **VALUES, **FORMAT, **PA
 
 
 class QuantizePlan:
-    """Calls for `numel` values of one dtype, fp32 or bf16, in groups of `size`."""
+    """Calls for `numel` values of one dtype, fp32 or bf16, in groups of `size`, dithered or not."""
 
-    def __init__(self, numel: int, size: int, grid: Grid, dtype: torch.dtype):
+    def __init__(self, numel: int, size: int, grid: Grid, dtype: torch.dtype, dithered: bool):
         """
         Raises:
             ValueError: `numel` is not a multiple of `size`.
@@ -55,21 +55,21 @@ class QuantizePlan:
         self.n, rest = divmod(numel, size)
         if rest:
             raise ValueError(f"{numel} values came, expected a multiple of {size}")
-        known = format_arguments(self.n, size, grid, dtype)
-        nearest = {"dithered": False, "first": 0, "second": 0}
-        self.nearest, self.dithered = (
-            _quantize.bind(**known, **nearest),
-            _quantize.bind(**known, dithered=True),
-        )
-        self.decode = _dequantize.bind(**known, **nearest)
-        self.decode_dithered = _dequantize.bind(**known, dithered=True)
+        known = format_arguments(self.n, size, grid, dtype) | {"dithered": dithered}
+        known |= {} if dithered else {"first": 0, "second": 0}
+        self.encode, self.decode = _quantize.bind(**known), _dequantize.bind(**known)
 
 
 class DecodePlan:
     """A call for packed codes of shape `packed`, and a template of the result."""
 
     def __init__(
-        self, packed: tuple[int, int], grid: Grid, dtype: torch.dtype, shape: tuple[int, ...] | None
+        self,
+        packed: tuple[int, int],
+        grid: Grid,
+        dtype: torch.dtype,
+        shape: tuple[int, ...] | None,
+        dithered: bool,
     ):
         n, width = packed
         size = width * 8 // grid.bits
@@ -78,8 +78,7 @@ class DecodePlan:
         self.numel = self.template.numel()
         self.is_supported = size <= LARGEST_GROUP
         if self.is_supported:
-            plan = _plan(self.numel, size, grid, self.dtype)
-            self.call, self.call_dithered = plan.decode.__call__, plan.decode_dithered.__call__
+            self.call = _plan(self.numel, size, grid, self.dtype, dithered).decode.__call__
 
 
 _plan = lru_cache(QuantizePlan)  # most messages have the shape of the one before
@@ -101,12 +100,9 @@ def quantize(
         blocks = [reference.quantize(block, grid) for (block,) in _blocks(groups.reshape(-1, size))]
         return copy_into(out, tuple(map(torch.cat, zip(*blocks))))
     groups = groups.contiguous() if groups.dtype in FLOATS else groups.float().contiguous()
-    plan = _plan(numel, size, grid, groups.dtype)
+    plan = _plan(numel, size, grid, groups.dtype, dither is not None)
     parts = empty_parts(plan.n, size, grid) if out is None else out
-    if dither is None:
-        plan.nearest(groups, *parts)
-    else:
-        plan.dithered(groups, *parts, *key_halves(dither))
+    plan.encode(groups, *parts, *(() if dither is None else key_halves(dither)))
     return parts
 
 
@@ -117,13 +113,10 @@ def dequantize(
     shape: tuple[int, ...] | None = None,
     dither: int | None = None,
 ) -> Tensor:
-    plan = _decode_plan(parts[0].shape, grid, dtype, shape)
+    plan = _decode_plan(parts[0].shape, grid, dtype, shape, dither is not None)
     if plan.is_supported and plan.numel >= native.LONG and library.load() is not None:
         values = torch.empty_like(plan.template)
-        if dither is None:
-            plan.call(values, *parts)
-        else:
-            plan.call_dithered(values, *parts, *key_halves(dither))
+        plan.call(values, *parts, *(() if dither is None else key_halves(dither)))
     elif plan.numel <= BLOCK or dither is not None:
         return reference.dequantize(parts, grid, dtype, shape, dither)
     else:
