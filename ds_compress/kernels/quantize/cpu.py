@@ -1,10 +1,9 @@
 """Quantization on the CPU by quantize.cpp.
 
-Without compiled kernels, and for what they do not support, the reference runs in blocks that fit in the
-cache.
+Without compiled kernels, and for what they do not support, the reference runs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ds_compress.kernels import library, native
-from ds_compress.kernels.memory import copy_into, empty_template
+from ds_compress.kernels.memory import empty_template
 from ds_compress.kernels.native.function import FLAG, FLOATS, SIZE, WORD, Buffer, Function
 from ds_compress.kernels.quantize import reference
 from ds_compress.kernels.quantize.bits import packed_size
@@ -23,9 +22,6 @@ __all__ = ["dequantize", "quantize"]
 
 LARGEST_GROUP = 4096
 """Values of a group for which the kernels have memory."""
-
-BLOCK = 1 << 18
-"""Values that the reference takes at a time, so that its intermediate results stay in the cache."""
 
 VALUES: dict[str, Any] = {"values": Buffer(FLOATS, ("n", "size"), dtype_from="bf16"), "bf16": FLAG}
 FORMAT: dict[str, Any] = {
@@ -95,10 +91,7 @@ def quantize(
     numel, size = groups.numel(), size or groups.shape[1]
     # as `native.serves`, without its frame
     if size > LARGEST_GROUP or numel < native.LONG or library.load() is None:
-        if numel <= BLOCK or dither is not None:
-            return reference.quantize(groups, grid, dither, out, size)
-        blocks = [reference.quantize(block, grid) for (block,) in _blocks(groups.reshape(-1, size))]
-        return copy_into(out, tuple(map(torch.cat, zip(*blocks))))
+        return reference.quantize(groups, grid, dither, out, size)
     groups = groups.contiguous() if groups.dtype in FLOATS else groups.float().contiguous()
     plan = _plan(numel, size, grid, groups.dtype, dither is not None)
     parts = empty_parts(plan.n, size, grid) if out is None else out
@@ -114,15 +107,10 @@ def dequantize(
     dither: int | None = None,
 ) -> Tensor:
     plan = _decode_plan(parts[0].shape, grid, dtype, shape, dither is not None)
-    if plan.is_supported and plan.numel >= native.LONG and library.load() is not None:
-        values = torch.empty_like(plan.template)
-        plan.call(values, *parts, *(() if dither is None else key_halves(dither)))
-    elif plan.numel <= BLOCK or dither is not None:
+    if not plan.is_supported or plan.numel < native.LONG or library.load() is None:
         return reference.dequantize(parts, grid, dtype, shape, dither)
-    else:
-        values = torch.empty_like(plan.template)
-        for block, *block_parts in _blocks(values.view(len(parts[0]), -1), *parts):
-            block.copy_(reference.dequantize(block_parts, grid))
+    values = torch.empty_like(plan.template)
+    plan.call(values, *parts, *(() if dither is None else key_halves(dither)))
     return values if values.dtype is dtype else values.to(dtype)
 
 
@@ -148,9 +136,3 @@ def format_arguments(n: int, size: int, grid: Grid, dtype: torch.dtype) -> dict[
         "bits": grid.bits,
         "diagonal": diagonal(size, grid.key, torch.device("cpu")) if grid.hadamard else None,
     }
-
-
-def _blocks(groups: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield as many rows of `groups` at a time as make a block, and the same rows of `others`."""
-    rows = max(1, BLOCK // groups.shape[1])
-    return zip(*(tensor.split(rows) for tensor in (groups, *others)))

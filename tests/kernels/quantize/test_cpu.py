@@ -8,7 +8,6 @@ import torch
 from ds_compress import config  # noqa: F401  (registers the codecs)
 from ds_compress.kernels import native
 from ds_compress.kernels.backends import cpu, reference
-from ds_compress.kernels.quantize.cpu import BLOCK
 from ds_compress.kernels.quantize.grid import Grid
 from tests.support.codecs import assert_same_bits
 from tests.support.messages import values
@@ -33,17 +32,6 @@ def test_other_settings_equal_the_reference(bits, size, dtype):
     assert_same_bits(parts, reference.quantize(x, grid))
     wide = torch.float32 if dtype == torch.float16 else dtype
     assert_same_bits([cpu.dequantize(parts, grid, wide)], [reference.dequantize(parts, grid, wide)])
-
-
-def test_uncompiled_blocks_equal_the_reference(monkeypatch):
-    monkeypatch.setattr(native, "serves", lambda *_: False)
-    x = values(3 * BLOCK // 128 - 1, 128, torch.bfloat16, 5)
-    for grid in (Grid(4), Grid(4, hadamard=True), Grid(2, hadamard=True)):
-        parts = cpu.quantize(x, grid)
-        assert_same_bits(parts, reference.quantize(x, grid))
-        for dtype in (torch.bfloat16, torch.float32):
-            decoded = cpu.dequantize(parts, grid, dtype)
-            assert_same_bits([decoded], [reference.dequantize(parts, grid, dtype)])
 
 
 @pytest.mark.parametrize("served", [True, False])
