@@ -21,7 +21,7 @@ from ds_compress.codec import Context, TensorSpec
 from ds_compress.codecs.mixins import Stateful, check_entry
 from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.feedback.reference import GROUP
-from ds_compress.kernels.numerics import is_readable, wide
+from ds_compress.kernels.numerics import wide
 from ds_compress.registry import Options
 
 Role = Literal["sender", "mirror"]
@@ -64,11 +64,8 @@ class State:
 
     def replace(self, ctx: Context, spec: TensorSpec, new: tuple[Tensor, ...], keep: Tensor) -> None:
         """Store what `to_stored` returned if `keep` is true."""
-        old = self.stored(ctx, spec)
-        if is_readable(keep):
-            self.put(ctx, spec, new if keep else old)
-        else:  # the host does not wait for a GPU
-            self.put(ctx, spec, tuple(torch.where(keep, *both) for both in zip(new, old)))
+        choose = kernels(keep.device).choose
+        self.put(ctx, spec, tuple(choose(keep, *both) for both in zip(new, self.stored(ctx, spec))))
 
     def put(self, ctx: Context, spec: TensorSpec, new: tuple[Tensor, ...]) -> None:
         """Store `new`, which `to_stored` returned."""

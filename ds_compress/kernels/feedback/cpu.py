@@ -86,6 +86,11 @@ def is_finite(matrix: Tensor) -> Tensor:
     return _as_tensor(_call(_is_finite, matrix)(matrix.detach().contiguous()))
 
 
+def choose(condition: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """See `reference.choose`; a CPU reads the condition at no cost."""
+    return first if condition else second
+
+
 def encode_int8(value: Tensor) -> tuple[Tensor, Tensor]:
     """See `reference.encode_int8`."""
     if not _is_supported(value, value):

@@ -12,6 +12,7 @@ from ds_compress.kernels.quantize.grid import SMALLEST_STEP, Grid
 
 __all__ = [
     "add_residual",
+    "choose",
     "decode_int8",
     "delta",
     "dequantize_change",
@@ -72,6 +73,12 @@ def blend(residual: Tensor, lost: Tensor, scale: float, residual_decay: float, e
     lost = lost if scale == 1 else lost / as_divisor(scale, lost)
     lost = lost if error_weight == 1 else error_weight * lost
     return residual_decay * residual + lost if residual_decay else lost
+
+
+def choose(condition: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Return `first` if `condition`, a bool of one element, is true, else `second`, of the same shape and
+    dtype. The host does not wait for a GPU."""
+    return torch.where(condition, first, second)
 
 
 def encode_int8(value: Tensor) -> tuple[Tensor, Tensor]:
