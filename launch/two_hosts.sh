@@ -11,7 +11,7 @@
 #   LOSS      packets lost at random of every 100, each direction (default 0; the same process drops them)
 #   JITTER_MS most that a packet is later than RTT_MS / 2, in milliseconds, at random, in their order (default 0)
 #   TCP       congestion control (default cubic): one of /proc/sys/net/ipv4/tcp_available_congestion_control
-#   SYSCTL    settings of the kernel on both hosts, as "net.ipv4.tcp_slow_start_after_idle=0"; not every container lets them be set
+#   SYSCTL    settings of the kernel on both hosts, as "net.ipv4.tcp_slow_start_after_idle=0", between blanks; not every container lets them be set
 #   SLOTS     ranks on each host (default 1)
 #   CORES     core of host A and core of host B (default "0 1"): the ranks of a host share one
 #   COUNTERS  file that gets the bytes that left host A and host B, TCP and IP headers included, in two lines

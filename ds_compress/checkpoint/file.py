@@ -107,6 +107,14 @@ class Metadata(Options):
     """Hash of each entry, in the order of their names, without a space: a list would double the header."""
 
 
+GONE = {"scheme": "asymmetric", "scale_dtype": "bf16", "grid": None}
+"""Options of `quantize` up to release 0.3, with what all codecs of that name do now."""
+
+
+def _without_gone_options(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if name not in GONE or value != GONE[name]}
+
+
 class _Opened(NamedTuple):
     file: Any
     hashes: Mapping[str, str]  # by entry
@@ -176,7 +184,8 @@ class StateFile:
             texts = file.metadata() or {}
             if texts.keys() != {"state", "hash"} or texts["hash"] != _hash_of_text(texts["state"]):
                 raise ValueError("its metadata is not what was written")
-            metadata = Metadata.model_validate_json(texts["state"])
+            state = json.loads(texts["state"], object_hook=_without_gone_options)
+            metadata = Metadata.model_validate_json(json.dumps(state))
             if metadata.name != self.path.name:
                 raise ValueError(f"it was written as {metadata.name}")
             entries = sorted(file.keys())

@@ -5,6 +5,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     page = "\n".join(markdown(found))
     if args.json:
         print(json.dumps(found, indent=2))
-    elif args.markdown:
+    elif args.markdown or not (sys.stdout.encoding or "").lower().startswith("utf"):  # of rich's bullets
         print(page)
     else:
         Console(width=min(terminal_width(), 110)).print(Markdown(page))

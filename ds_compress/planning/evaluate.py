@@ -126,8 +126,7 @@ def measure_codecs(
         pair, clock, step: as for `evaluate`.
     """
     numbers, config = _same_shape(pair), ends[0].config
-    if config.in_force.sample_ids:  # the same samples come again: a first visit, then others
-        numbers = numbers[:1]
+    if config.in_force.sample_ids:  # the same samples come again, as if their messages had changed altogether
         count = config.in_force.sample_ids.count(list(map(TensorSpec.of, pair[0][numbers[0]])))
         ends[0].sample_ids[0] = torch.arange(count, dtype=torch.int64, device="cpu")
     found: dict[str, list[Measurements]] = {direction: [] for direction in DIRECTIONS}

@@ -41,7 +41,7 @@ REMOVED = {
     "grid": "steps are equal; leave it out, or use codec 'entropy'",
     "scheme": "grids reach from the smallest to the largest value of a group; leave it out",
     "scale_dtype": "scales are bf16; leave it out, or use codec 'minmax', whose range is fp32",
-    "tensor": "use 128, or codec 'minmax', which has one range for the tensor",
+    "group_size: tensor": "use 128, or codec 'minmax', which has one range for the tensor",
     "quant3": "use 'balanced', or 'quant4'",
     "prompt": "`ds-compress merge` writes a folder that transformers can generate text from",
     "acsgd": "docs/write-a-codec.md has it as an example",
@@ -141,7 +141,8 @@ def _reason(
         return f"{came} is not allowed: should be an object"
     if problem["type"] == "value_error":  # raised by a validator of this package
         return f"{came} {problem['ctx']['error']}"
-    removed = instead(problem["input"], [])
+    is_word = keys and isinstance(problem["input"], str)
+    removed = instead(f"{keys[-1]}: {problem['input']}", []) if is_word else ""
     return f"{came} is not allowed{removed}: {problem['msg'].replace('Input should', 'should')}"
 
 

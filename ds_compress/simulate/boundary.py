@@ -195,6 +195,8 @@ class LimitCheck(Observer):
         meter, self._meter = self._meter, None
         if meter is None:
             return
+        if meter.failure:
+            logger.warning("ds_compress: simulate: a message cannot be judged: %s", meter.failure)
         values = meter.values()
         self.gradient_error = max(self.gradient_error, values["gradient_error"])
         values |= residual_values(channel, values["message_norm"])

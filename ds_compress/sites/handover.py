@@ -152,7 +152,7 @@ class AnchorReceiver:
         """
         Args:
             newcomer: number of this replica.
-            wait: waits until a function returns something, and returns that; takes what is waited for, too.
+            wait: takes a function, and a name for errors; returns what it returns, when that is not None.
         """
         self._board, self._launch, self._wait = board, launch, wait
         self._newcomer, self._slot = newcomer, slot

@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 import resource
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from safetensors import safe_open
 
 from ds_compress.checkpoint import checkpointer
 from ds_compress.checkpoint.search import ABSENT, CHANGED, DIFFERENT, RESTORED, UNREADABLE, Verdict
+from ds_compress.codecs.quantize import Quantize
 from ds_compress.runtime import stage_profile
 from ds_compress.runtime.depth import MEASURED
 from ds_compress.transport.probe import LinkMeasurement
@@ -158,6 +160,23 @@ def test_other_stages_and_settings(tmp_path):
         "its settings have changed (layer 4, replica 0)"
     ]
     assert not any(rank["warnings"] for rank in changed[1:])
+
+
+def save_as_in_0_3(ds_config, folder):
+    """What `run` returns, and a checkpoint that names options which are gone."""
+    gone = {"scheme": "asymmetric", "scale_dtype": "bf16", "grid": None}
+    today = Quantize.settings.fget
+    with mock.patch.object(Quantize, "settings", property(lambda self: today(self) | gone)):
+        return run(2, ds_config, folder, end=SAVED)
+
+
+def test_a_checkpoint_with_options_that_are_gone_is_read(tmp_path):
+    """Residuals started from zero, as settings were compared with options that only the file had."""
+    saved = run_ranks(2, save_as_in_0_3, config("loco"), tmp_path)
+    resumed = ranks(2, 2, config("loco"), tmp_path, start=SAVED)
+    for ours, theirs in zip(resumed, saved):
+        assert theirs["saved"] and not ours["warnings"]
+        assert_same(ours["loaded"], theirs["saved"])
 
 
 def save_without_us(folder):

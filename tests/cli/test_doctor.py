@@ -114,7 +114,7 @@ def versions(**others):
         (
             {"rtt_ms": 40.0, "slow_start_after_idle": "1"},
             "look",
-            "TCP sends slowly after each pause on b, which costs round trips of up to 40.00 ms",
+            "after each pause on b: messages may then take several round trips of 40.00 ms more",
             "sysctl -w net.ipv4.tcp_slow_start_after_idle=0",
         ),
     ],

@@ -165,8 +165,8 @@ def _pauses(report: Report, names: list[str]) -> Iterator[Finding]:
     if slow := _having(report, names, ranks, "slow_start_after_idle", ("1",)):
         yield Finding(
             "look",
-            f"TCP sends slowly after each pause on {slow}, which costs round trips of up to "
-            f"{max(link['rtt_ms'] for link in far):.2f} ms",
+            f"TCP sends slowly after each pause on {slow}: messages may then take several round trips of "
+            f"{max(link['rtt_ms'] for link in far):.2f} ms more",
             "sysctl -w net.ipv4.tcp_slow_start_after_idle=0 there, as root (docs/slow-machines.md)",
         )
 
