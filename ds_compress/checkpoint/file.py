@@ -108,10 +108,11 @@ class Metadata(Options):
 
 
 GONE = {"scheme": "asymmetric", "scale_dtype": "bf16", "grid": None}
-"""Options of `quantize` up to release 0.3, with what all codecs of that name do now."""
+"""Options that `quantize` had up to release 0.3, each with its only value that is left."""
 
 
 def _without_gone_options(found: dict[str, Any]) -> dict[str, Any]:
+    """Return an object of a file's metadata without `GONE`: settings are compared with today's."""
     return {name: value for name, value in found.items() if name not in GONE or value != GONE[name]}
 
 

@@ -135,7 +135,11 @@ def benchmark_tensor(
 
 
 def measure_boundary(config: Config, number: int, spec: TensorSpec) -> dict[str, Measurements]:
-    """Measure the codecs of boundary `number` on messages of one benchmark tensor, by direction."""
+    """Measure the codecs of boundary `number` on messages of a benchmark tensor of `spec`, by direction.
+
+    Raises:
+        CompressionError: there is not enough memory.
+    """
     ends = Boundary(number, config), Boundary(number, config)
     return measure_codecs(ends, _messages(spec), clock_for(spec.device))
 

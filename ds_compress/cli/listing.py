@@ -55,10 +55,11 @@ def run(args: argparse.Namespace) -> int:
         _list_recipes(args.json)
         return 0
     found = reference()
-    page = "\n".join(markdown(found))
     if args.json:
         print(json.dumps(found, indent=2))
-    elif args.markdown or not (sys.stdout.encoding or "").lower().startswith("utf"):  # of rich's bullets
+        return 0
+    page = "\n".join(markdown(found))
+    if args.markdown or not (sys.stdout.encoding or "").lower().startswith("utf"):  # of rich's bullets
         print(page)
     else:
         Console(width=min(terminal_width(), 110)).print(Markdown(page))

@@ -18,7 +18,7 @@ SLOWED_BY_LOSS = ("cubic", "reno")
 """Congestion controls of TCP that send much less after a lost packet."""
 
 FAR_MS = 10.0
-"""Milliseconds of a round trip from which TCP is slow after a lost packet, and at the start."""
+"""Milliseconds of a round trip from which TCP is slow after a lost packet, or after a pause."""
 
 
 @dataclass(frozen=True)
