@@ -279,7 +279,11 @@ def metrics_page() -> str:
     for title, where, names in (
         ("Of each boundary and direction", f"{metrics.PREFIX}/boundary_0/forward/", metrics.CHANNEL),
         ("Of the pipeline", f"{metrics.PREFIX}/", metrics.PIPELINE),
-        ("Of gradients between replicas", metrics.replicas_label(0, ""), metrics.REPLICAS),
+        (
+            "Of gradients between replicas; of tied weights the same with `tied`",
+            metrics.exchange_label("replicas", 0, ""),
+            metrics.EXCHANGE,
+        ),
         ("Of evaluations", f"{metrics.PREFIX}/", metrics.EVALUATIONS),
     ):
         meanings = {name: meaning.replace("|", r"\|") for name, meaning in names.items()}  # no new column

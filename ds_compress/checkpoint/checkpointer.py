@@ -15,8 +15,8 @@ Replica r reads what replica r wrote. `load_module_only` restores nothing.
 Settings that changed during training, and the state of each part of the runtime, are restored if all ranks
 find the same, and if the block and the boundaries are those of the saved run.
 
-Residuals of gradients between replicas have entries `replicas/gradients/NUMBER OF THE SLICE/...`. They are
-restored if every rank finds its own, with equal settings.
+Residuals of gradients that ranks exchange have entries `replicas/gradients/NUMBER OF THE SLICE/...`, those of
+tied weights `tied/gradients/...`. They are restored if every rank finds its own, with equal settings.
 """
 
 import functools
@@ -34,18 +34,19 @@ from torch import Tensor
 from ds_compress.checkpoint.file import write
 from ds_compress.checkpoint.search import (
     ABSENT,
-    GRADIENTS,
     MOST_SIDES,
     RESTORED,
     Found,
     Rank,
     Side,
     Verdict,
+    gradients_key,
     load_side,
     saved_gradients,
     saved_state,
 )
 from ds_compress.errors import CompressionError, in_one_line
+from ds_compress.monitor.metrics import GRADIENTS
 from ds_compress.transport.collectives import all_gather, lowest
 from ds_compress.version import __version__
 
@@ -70,11 +71,10 @@ def _rank_in_job(engine: Any) -> Rank:
 
 def _state(session: Any) -> dict[str, Tensor]:
     """Return all that this rank has to save, by key in the file."""
-    replicas = session.replicas
-    saved = replicas.saved() if replicas is not None else {}
     return state_of(session.path.sides()) | {
-        f"{GRADIENTS}/{number}/{name}": value
-        for number, memory in saved.items()
+        f"{gradients_key(kind)}/{number}/{name}": value
+        for kind, traffic in session.traffic.items()
+        for number, memory in traffic.saved().items()
         for name, value in memory.items()
     }
 
@@ -94,8 +94,7 @@ def save(session: Any, root: Path, tag: str) -> None:
     engine = session.engine
     sides, path = session.path.sides(), _rank_in_job(engine).path(Path(root, tag))
     settings = {side.key: side.settings for side in sides}
-    if session.replicas is not None:
-        settings[GRADIENTS] = session.replicas.settings
+    settings |= {gradients_key(kind): traffic.settings for kind, traffic in session.traffic.items()}
     failure = ""
     try:
         write(
@@ -118,16 +117,21 @@ def save(session: Any, root: Path, tag: str) -> None:
         raise CompressionError(f"ds_compress: checkpoint {tag} is not complete: {failure}")
 
 
-def _load_replicas(session: Any, root: Path, tag: str, rank: Rank, restore: bool) -> None:
-    """Restore the state between replicas if every rank finds its own, else none."""
-    engine, replicas = session.engine, session.replicas
-    if replicas is None:
-        return
-    found, why = saved_gradients(root, tag, rank, engine.global_steps, replicas) if restore else (None, "")
+def _load_gradients(session: Any, kind: str, root: Path, tag: str, rank: Rank, restore: bool) -> None:
+    """Restore the residuals of gradients that are exchanged if every rank that has some finds its own, else
+    none."""
+    engine, traffic, why = session.engine, session.traffic.get(kind), ""
+    found: dict[int, dict[str, Tensor]] | None = {}
+    if traffic is not None:
+        found = None
+        if restore:
+            found, why = saved_gradients(root, tag, rank, engine.global_steps, traffic)
     missing = _first_with(engine.device, found is None)
-    replicas.load({} if missing is not None or found is None else found)
+    if traffic is None:
+        return
+    traffic.load({} if missing is not None or found is None else found)
     if restore and missing == dist.get_rank():
-        log.warning("ds_compress: %s: %s: %s", Path(root, tag), replicas.restarts, why)
+        log.warning("ds_compress: %s: %s: %s", Path(root, tag), traffic.restarts, why)
 
 
 def _load_state(session: Any, root: Path, tag: str, rank: Rank) -> None:
@@ -183,7 +187,8 @@ def load(session: Any, root: Path, tag: str, restore: bool) -> None:
         session.stage.on_codec_stream(
             side.boundary, functools.partial(side.boundary.restore, memories, engine.device)
         )
-    _load_replicas(session, root, tag, rank, restore)
+    for kind in GRADIENTS:
+        _load_gradients(session, kind, root, tag, rank, restore)
     report = verdict.report(Path(root, tag))
     if restore and report and dist.get_rank() == 0:
         log.warning(report)

@@ -22,8 +22,8 @@ from ds_compress.message.channel import Boundary
 
 SIDES = ("upstream", "downstream")
 MOST_SIDES = 4  # of a rank: DualPipeV gives it two stages
-GRADIENTS = "replicas/gradients"
-"""What keys of residuals of gradients between replicas begin with."""
+
+
 RESTORED, ABSENT, CHANGED, UNREADABLE, UNFIT, DIFFERENT = range(6)
 REASONS = {
     ABSENT: "the checkpoint has none for both sides",
@@ -86,6 +86,11 @@ class Found(NamedTuple):
     memories: dict[int, dict[str, Tensor]] = {}
 
 
+def gradients_key(kind: str) -> str:
+    """Return what keys of residuals of exchanged gradients begin with; `kind`: as in `metrics.GRADIENTS`."""
+    return f"{kind}/gradients"
+
+
 def load_side(root: Path, tag: str, rank: Rank, side: Side, step: int) -> Found:
     """Search the files of checkpoint `tag` for `side`; log why a file that it needs cannot be read."""
     result, why = Found(ABSENT if side.has_state else RESTORED), ""
@@ -111,23 +116,24 @@ def load_side(root: Path, tag: str, rank: Rank, side: Side, step: int) -> Found:
 
 
 def saved_gradients(
-    root: Path, tag: str, rank: Rank, step: int, replicas: Any
+    root: Path, tag: str, rank: Rank, step: int, traffic: Any
 ) -> tuple[dict[int, dict[str, Tensor]] | None, str]:
-    """Return the residuals of gradients between replicas that `rank` saved, by slice; None, and why, if they
+    """Return the residuals of exchanged gradients that `rank` saved, by slice; None, and why, if they
     cannot be used.
 
     Args:
-        replicas: the `replicas` of a session.
+        traffic: one of those of a session.
     """
+    key = gradients_key(traffic.kind)
     file = StateFile(rank.path(Path(root, tag)))
     try:
-        if file.metadata.step != step or GRADIENTS not in file.metadata.settings:
+        if file.metadata.step != step or key not in file.metadata.settings:
             return None, "the checkpoint has none"
-        if file.metadata.settings[GRADIENTS] != json.loads(json.dumps(replicas.settings)):
+        if file.metadata.settings[key] != json.loads(json.dumps(traffic.settings)):
             return None, "the codec, the number of replicas or the stages differ from the saved run"
-        memories = file.memories(GRADIENTS)
+        memories = file.memories(key)
         for memory in memories.values():
-            for layer in layers(replicas.codec.codec, Stateful):  # type: ignore[type-abstract]
+            for layer in layers(traffic.codec.codec, Stateful):  # type: ignore[type-abstract]
                 layer.check_memory(memory)
         return memories, ""
     except (DamagedFile, CompressionError) as error:

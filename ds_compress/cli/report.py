@@ -6,11 +6,13 @@ import html
 import math
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ds_compress.cli.runs import FINAL, LOSS, RecordedRun, bytes_ratio, find_baseline, headline, read_runs
 from ds_compress.errors import CompressionError
+from ds_compress.monitor.metrics import GRADIENTS
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 64rem; padding: 0 1rem;
@@ -69,14 +71,17 @@ def _plots() -> dict[str, Any]:
 def summarize(run: RecordedRun) -> dict[str, float]:
     """Compute final loss (mean of the last values), bytes on the wire, ratio and median step of a run; nan
     where unknown."""
-    sent, gradients, rounds = run.total("wire_bytes"), run.between_replicas("wire_bytes"), run.rounds()
+    sent, rounds, gradients = run.total("wire_bytes"), run.rounds(), dict[str, float]()
+    for kind, of_what in GRADIENTS.items():
+        wire = run.exchanged(kind, "wire_bytes")
+        gradients[f"MB {of_what}"] = wire[-1][1] / 1e6 if wire else math.nan
+        gradients[f"ratio {of_what}"] = bytes_ratio(partial(run.exchanged, kind))
     return {
         "steps": len(run.series[LOSS]) if len(run.series[LOSS]) > 1 else math.nan,  # a summary has the last
         "final loss": run.final_loss,
         "MB sent": sent[-1][1] / 1e6 if sent else math.nan,
         "ratio": bytes_ratio(run.total),
-        "MB between replicas": gradients[-1][1] / 1e6 if gradients else math.nan,
-        "their ratio": bytes_ratio(run.between_replicas),
+        **gradients,
         "rounds": rounds.get("rounds", math.nan),
         "s per round": rounds.get("seconds", math.nan),
         "ms per step": run.median("step_ms"),
@@ -121,7 +126,8 @@ def _page(runs: list[RecordedRun], figures: list[tuple[Path, str]]) -> str:
         f"<style>{STYLE}</style>\n<h1>ds_compress report</h1>\n<ul>{lines}</ul>\n"
         f"<table><tr>{head}</tr>\n{body}</table>\n"
         f"<p>The loss is the mean of the last {FINAL} values. Bytes are those of one pipeline replica, "
-        "beside those of gradients that it sends to the others.</p>\n"
+        "beside those of gradients that it sends to the others, and of tied weights that its stages exchange."
+        "</p>\n"
         f"{images}</html>\n"
     )
 

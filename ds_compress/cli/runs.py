@@ -1,7 +1,6 @@
 """Read runs from what DeepSpeed's monitors wrote: CSV files, TensorBoard events or the summary of W&B."""
 
 import csv
-import itertools
 import json
 import math
 import re
@@ -9,11 +8,20 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ds_compress.config import DIRECTIONS
 from ds_compress.errors import CompressionError, in_one_line
-from ds_compress.monitor.metrics import CHANNEL, LOSS_COST, PIPELINE, REPLICAS, label, replicas_label
+from ds_compress.monitor.metrics import (
+    CHANNEL,
+    EXCHANGE,
+    GRADIENTS,
+    LOSS_COST,
+    PIPELINE,
+    exchange_label,
+    label,
+)
 
 LOSS = "Train/Samples/train_loss"
 FINAL = 5  # losses whose mean is the final loss
@@ -49,13 +57,13 @@ class RecordedRun:
         """Sum a channel value over all channels, at the samples where every channel has one."""
         return _sum([self.channel(name, b, d) for b in range(self.boundaries) for d in DIRECTIONS])
 
-    def between_replicas(self, name: str) -> Series:
-        """Sum a value of gradients between replicas over all stages."""
-        return _sum(self._by_stage(name))
+    def exchanged(self, kind: str, name: str) -> Series:
+        """Sum a value of gradients that are exchanged, of a kind in `GRADIENTS`, over all stages."""
+        return _sum(self._by_stage(kind, name))
 
-    def _by_stage(self, name: str) -> list[Series]:
-        labels = (replicas_label(stage, name) for stage in itertools.count())
-        return [self.series[each] for each in itertools.takewhile(self.series.__contains__, labels)]
+    def _by_stage(self, kind: str, name: str) -> list[Series]:
+        labels = (exchange_label(kind, stage, name) for stage in range(self.boundaries + 1))
+        return [self.series[each] for each in labels if each in self.series]
 
     def rounds(self) -> dict[str, float]:
         """Return what rounds of replicas that are launched apart were like; empty if there were none.
@@ -64,17 +72,19 @@ class RecordedRun:
             rounds: their number; members_least, members_most: replicas that counted; mb: sent by this one
             in a round, by all stages; seconds: median, of the slowest stage.
         """
-        counts = self.series.get(replicas_label(0, "rounds"), [])
+        counts = self.series.get(exchange_label("replicas", 0, "rounds"), [])
         if not counts or not counts[-1][1]:
             return {}
         samples = {at for at, count in counts if count}
-        members = [count for at, count in self.series[replicas_label(0, "members")] if at in samples]
-        times = self._by_stage("round_s")
+        members = [
+            count for at, count in self.series[exchange_label("replicas", 0, "members")] if at in samples
+        ]
+        times = self._by_stage("replicas", "round_s")
         return {
             "rounds": counts[-1][1],
             "members_least": min(members),
             "members_most": max(members),
-            "mb": self.between_replicas("wire_bytes")[-1][1] / counts[-1][1] / 1e6,
+            "mb": self.exchanged("replicas", "wire_bytes")[-1][1] / counts[-1][1] / 1e6,
             "seconds": max(statistics.median(s for at, s in own if at in samples) for own in times),
         }
 
@@ -108,7 +118,7 @@ def bytes_ratio(total: Callable[[str], Series]) -> float:
     """Return raw over wire bytes of the whole run; nan where it wrote none.
 
     Args:
-        total: `RecordedRun.total` or `RecordedRun.between_replicas`.
+        total: `RecordedRun.total`, or `RecordedRun.exchanged` of a kind.
     """
     raw, wire = (series[-1][1] if series else math.nan for series in map(total, ("raw_bytes", "wire_bytes")))
     return raw / wire if wire > 0 else math.nan
@@ -120,7 +130,11 @@ def find_baseline(runs: list[RecordedRun]) -> RecordedRun | None:
         return None
 
     def is_plain(run: RecordedRun) -> bool:
-        ratios = map(bytes_ratio, (run.total, run.between_replicas))
+        totals: list[Callable[[str], Series]] = [
+            run.total,
+            *(partial(run.exchanged, kind) for kind in GRADIENTS),
+        ]
+        ratios = [bytes_ratio(total) for total in totals]
         return all(math.isnan(ratio) or abs(ratio - 1) < 0.01 for ratio in ratios)
 
     return next(filter(is_plain, runs), None)
@@ -129,11 +143,13 @@ def find_baseline(runs: list[RecordedRun]) -> RecordedRun | None:
 def headline(run: RecordedRun, base: RecordedRun | None) -> str:
     """Format a run in one line: `"topk10: 15.2x fewer bytes, +0.098 loss, 1.9x steps/s against none"`."""
     facts = []
-    times, of_replicas = map(bytes_ratio, (run.total, run.between_replicas))
+    times = bytes_ratio(run.total)
     if not math.isnan(times):
         facts.append(f"{times:.3g}x fewer bytes" if times >= 1.01 else "messages uncompressed")
-    if not math.isnan(of_replicas):
-        facts.append(f"{of_replicas:.3g}x fewer bytes between replicas")
+    for kind, of_what in GRADIENTS.items():
+        fewer = bytes_ratio(partial(run.exchanged, kind))
+        if not math.isnan(fewer):
+            facts.append(f"{fewer:.3g}x fewer bytes {of_what}")
     rounds = run.rounds()
     if rounds:
         least, most = rounds["members_least"], rounds["members_most"]
@@ -244,10 +260,10 @@ def _name(path: Path, place: Path) -> str:
 def _read_csv(folder: Path) -> dict[str, Series]:
     """Read a file per label. DeepSpeed replaces / by _, so only labels of a known form are found."""
     known = {name: _file(name) for name in (LOSS, *map(label, (*PIPELINE, LOSS_COST)))}
-    for file in folder.glob("Train_Compression_replicas_stage_*.csv"):
-        match = re.fullmatch(r"Train_Compression_replicas_stage_(\d+)_(\w+)\.csv", file.name)
-        if match and match[2] in REPLICAS:
-            known[replicas_label(int(match[1]), match[2])] = file.name
+    for file in folder.glob("Train_Compression_*_stage_*.csv"):
+        match = re.fullmatch(r"Train_Compression_([a-z]+)_stage_(\d+)_(\w+)\.csv", file.name)
+        if match and match[1] in GRADIENTS and match[3] in EXCHANGE:
+            known[exchange_label(match[1], int(match[2]), match[3])] = file.name
     for file in folder.glob("Train_Compression_boundary_*.csv"):
         match = re.fullmatch(r"Train_Compression_boundary_(\d+)_(forward|backward)_(\w+)\.csv", file.name)
         if match and match[3] in CHANNEL:

@@ -12,7 +12,7 @@ from ds_compress.config.codec_settings import CodecSettings
 from ds_compress.config.policies import POLICIES
 from ds_compress.config.policies.ladder import check as check_ladders
 from ds_compress.config.recipes import with_changes, with_recipe
-from ds_compress.config.replicas import build_replica_codec, replica_notes
+from ds_compress.config.replicas import build_replica_codec, build_tied_codec, replica_notes
 from ds_compress.errors import REQUIRE, CompressionError, is_required, shown
 from ds_compress.kernels.backends import prepare
 from ds_compress.registry import validate
@@ -47,6 +47,7 @@ class Config:
         self.outer = replicas.apart if replicas is not None else None
         self.outer_codec = codec if self.outer else None  # of changes of weights, between launches
         self.replica_codec = None if self.outer else codec  # of gradients, within a launch
+        self.tied_codec = build_tied_codec(self.block.tied, f"{KEY}.tied")
         self.checkpoint_codec = self._checkpoint_codec()
         self.eval = self._evaluation()
         self.policy = POLICIES.build(self.block.policy, f"{KEY}.policy")
@@ -120,7 +121,7 @@ class Config:
 
     def prepare(self) -> None:
         """Load the compiled kernels if any codec is used; every rank calls it before training."""
-        others = (self.replica_codec or self.outer_codec, self.checkpoint_codec)
+        others = (self.replica_codec or self.outer_codec, self.tied_codec, self.checkpoint_codec)
         codecs = [*others, *(codec for codec, _ in self.in_force.pairs())]
         if self.quality or any(codec is not None and codec.name != "none" for codec in codecs):
             prepare()

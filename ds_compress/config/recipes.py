@@ -59,14 +59,20 @@ def as_schema(field: dict[str, Any]) -> None:
     field["anyOf"] = [{"enum": [AUTO, *names()]}, {"type": "null"}]
 
 
-def recipe(name: object, key: str) -> dict[str, Any]:
-    """Return the block that `name` stands for, which a ds_config.json has at `key`.
+def recipe(name: object, key: str, quality: object = DEFAULT) -> dict[str, Any]:
+    """Return the block that `name` stands for, which a ds_config.json has at `key`; `quality`: of "auto",
+    which takes what the recipe of that name does with tied weights.
 
     Raises:
         CompressionError: there is no such recipe.
     """
     if name == AUTO:
-        return {"quality": DEFAULT, "link": {"depth": "auto"}}
+        of_quality = recipe(quality, key) if quality in names() else {}
+        return {
+            "quality": DEFAULT,
+            "link": {"depth": "auto"},
+            **{key: value for key, value in of_quality.items() if key == "tied"},
+        }
     known = [AUTO, *names()]
     if not isinstance(name, str) or name not in known:
         near = did_you_mean(name, known)
@@ -88,7 +94,7 @@ def with_recipe(block: Mapping[str, Any], key: str) -> dict[str, Any]:
     """
     if block.get("recipe") is None:
         return dict(block)
-    return with_changes(recipe(block["recipe"], key), block)
+    return with_changes(recipe(block["recipe"], key, block.get("quality") or DEFAULT), block)
 
 
 def with_changes(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from ds_compress.codec import CODECS, Codec, TensorSpec
 from ds_compress.codecs.lowrank import LowRank
 from ds_compress.codecs.mixins import ReusesForwardIndices, Stateful, VariableSizePayload, layers
 from ds_compress.errors import CompressionError, errors_at
-from ds_compress.feedback import FEEDBACKS
+from ds_compress.feedback import FEEDBACKS, Feedback
 from ds_compress.registry import Options, Steps
 
 STATEFUL = Stateful, VariableSizePayload
@@ -76,6 +76,22 @@ class ReplicasOptions(Options):
         return outer and outer.model_copy(update={"delay": min(outer.delay, self.every)})
 
 
+def build_tied_codec(options: Any, path: str) -> Codec | None:
+    """Return the codec of the gradients of tied weights, wrapped in its feedback; None if they stay exact.
+
+    Args:
+        options: with a codec and a feedback.
+        path: of the options, for errors.
+
+    Raises:
+        CompressionError: the codec or the feedback cannot work between copies of a weight.
+    """
+    codec = CODECS.build(options.codec, f"{path}.codec")
+    feedback = FEEDBACKS.build(options.feedback, f"{path}.feedback")
+    _check_exchanged(codec, feedback, path, "copies of a tied weight")
+    return None if codec.name == "none" else _wrapped(codec, feedback, path, "copies of a tied weight")
+
+
 def build_replica_codec(options: ReplicasOptions | None, path: str) -> Codec | None:
     """Return the codec between replicas, wrapped in its feedback; None if gradients stay exact.
 
@@ -101,21 +117,10 @@ def build_replica_codec(options: ReplicasOptions | None, path: str) -> Codec | N
         )
     codec = CODECS.build(options.codec, f"{path}.codec")
     feedback = FEEDBACKS.build(options.feedback, f"{path}.feedback")
-    reuses = isinstance(codec, ReusesForwardIndices) and codec.forward_partner() is not None
     is_summed = isinstance(codec, LowRank) and not options.apart
-    differs = options.apart is not None and not codec.decodes_alike  # then anchors would, too
-    if (isinstance(codec, STATEFUL) and not is_summed) or reuses or differs:
-        raise CompressionError(
-            f"{path}.codec: {codec} is not allowed between replicas: it depends on other messages than "
-            "the one it decodes, its packets have no fixed size, or processors decode them differently; "
-            "allowed: 'quantize', 'topk' and the like"
-        )
-    if feedback.has_mirrored_state or feedback.sample_ids is not None:
-        raise CompressionError(
-            f"{path}.feedback: {feedback.name!r} is not allowed between replicas: receivers would need "
-            "its state; allowed: 'none', 'ef', 'ef_mixed', 'loco'"
-        )
-    if is_summed and feedback.name not in ("none", "ef", "loco"):
+    if not is_summed:
+        _check_exchanged(codec, feedback, path, "replicas", everywhere=options.apart is not None)
+    elif feedback.name not in ("none", "ef", "loco"):
         raise CompressionError(
             f"{path}.feedback: {feedback.name!r} is not allowed with codec 'lowrank', which sends one pair "
             "of factors; allowed: 'none', 'ef', 'loco'"
@@ -126,19 +131,47 @@ def build_replica_codec(options: ReplicasOptions | None, path: str) -> Codec | N
                 f"{path}.parameters: {options.parameters} is not allowed with codec 'none'; set a codec"
             )
         return None
+    return _wrapped(codec, feedback, path, "replicas")
+
+
+def _check_exchanged(
+    codec: Codec, feedback: Feedback, path: str, between: str, everywhere: bool = False
+) -> None:
+    """Refuse a codec or feedback of which a packet does not decode by itself.
+
+    Args:
+        between: what exchanges packets, for errors.
+        everywhere: whether all processors have to decode alike.
+    """
+    reuses = isinstance(codec, ReusesForwardIndices) and codec.forward_partner() is not None
+    if isinstance(codec, STATEFUL) or reuses or (everywhere and not codec.decodes_alike):
+        raise CompressionError(
+            f"{path}.codec: {codec} is not allowed between {between}: it depends on other messages than "
+            "the one it decodes, its packets have no fixed size, or processors decode them differently; "
+            "allowed: 'quantize', 'topk' and the like"
+        )
+    if feedback.has_mirrored_state or feedback.sample_ids is not None:
+        raise CompressionError(
+            f"{path}.feedback: {feedback.name!r} is not allowed between {between}: receivers would need "
+            "its state; allowed: 'none', 'ef', 'ef_mixed', 'loco'"
+        )
+
+
+def _wrapped(codec: Codec, feedback: Feedback, path: str, between: str) -> Codec:
     with errors_at(f"{path}.feedback"):
         feedback.check_growth(codec)
         wrapped = feedback.wrap(codec)
-    check_size(wrapped, torch.float32, path)
+    check_size(wrapped, torch.float32, path, between)
     return wrapped
 
 
-def check_size(codec: Codec, dtype: torch.dtype, path: str) -> None:
+def check_size(codec: Codec, dtype: torch.dtype, path: str, between: str = "replicas") -> None:
     """Refuse a codec whose packets are larger than what it compresses.
 
     Args:
         dtype: of DeepSpeed's own exchange.
         path: of the options, for errors.
+        between: what exchanges packets, for errors.
 
     Raises:
         CompressionError: names both sizes.
@@ -149,7 +182,7 @@ def check_size(codec: Codec, dtype: torch.dtype, path: str) -> None:
     sent, raw = sum(TensorSpec(*part).nbytes for part in codec.layout(spec)), LARGE * dtype.itemsize
     if sent > raw:
         raise CompressionError(
-            f"{path}.codec: {codec} is not allowed between replicas: it sends {8 * sent / LARGE:.3g} bits "
+            f"{path}.codec: {codec} is not allowed between {between}: it sends {8 * sent / LARGE:.3g} bits "
             f"per value, DeepSpeed {8 * dtype.itemsize}; use fewer bits or a lower density, or 'none'"
         )
 

@@ -60,7 +60,14 @@ USED = {
             *("first_output_send", "total_loss", "total_additional_losses", "dynamic_shape"),
             *("has_attention_mask", "has_bool_tensors", "is_pipe_partitioned", "is_grad_partitioned"),
             *("has_moe_layers", "is_data_parallel", "pipeline_enable_backward_allreduce"),
-            *("gradient_average", "communication_data_type", "prev_stage", "next_stage", "num_stages"),
+            *(
+                "gradient_average",
+                "communication_data_type",
+                "using_bf16_optimizer",
+                "prev_stage",
+                "next_stage",
+                "num_stages",
+            ),
             *("_get_ckpt_name", "_get_all_ckpt_names"),
         ),
         optional=(
@@ -75,7 +82,7 @@ USED = {
         releases=("0.19.8",),
     ),
     "PipelineModule": Used(
-        overridden=("_partition_layers", "_build"),
+        overridden=("_partition_layers", "_build", "_synchronize_tied_weights"),
         read=(
             *("_local_start", "_local_stop", "_layer_specs", "_set_bounds", "_recursive_getattr"),
             *("tied_comms", "tied_modules", "micro_offset", "activation_checkpoint_interval", "parts"),
@@ -291,6 +298,15 @@ def tied_weights(module: Any) -> Iterator[tuple[int, int, Tensor]]:
     for key, shared in module.tied_comms.items():
         for position, name in enumerate(shared["weight_attr"]):
             yield keys.index(key), position, module._recursive_getattr(module.tied_modules[key], name)
+
+
+def tied_gradient(engine: Any, weight: Any) -> Tensor:
+    """Return the gradient of a tied weight that DeepSpeed sums over stages; zeros if it has none."""
+    if engine.using_bf16_optimizer:
+        return weight._hp_grad
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    return weight.grad
 
 
 def reduced_gradients(engine: Any) -> list[tuple[Any, Tensor | None]]:

@@ -7,10 +7,7 @@ A bucket becomes parts of parameters, found by where their memory lies. Those th
 an `Exchange`; DeepSpeed's own function gets the others, or the whole bucket where there are no others.
 """
 
-import hashlib
 import itertools
-import logging
-import math
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -34,15 +31,13 @@ from ds_compress.engine.deepspeed import (
 )
 from ds_compress.engine.optimizers import mix_in
 from ds_compress.engine.overlap import EarlyBuckets
-from ds_compress.message.gradient_error import AVERAGED
-from ds_compress.message.part import RuntimePart, Step
+from ds_compress.engine.traffic import GradientTraffic
+from ds_compress.message.part import Step
 from ds_compress.replicas.exchange import Replicas
 from ds_compress.replicas.factors import build_exchange, compressed_parameters
 from ds_compress.replicas.parameters import ParameterExchange, Range
-from ds_compress.replicas.slices import DTYPES, Gradient, SliceCodec
+from ds_compress.replicas.slices import DTYPES, Gradient
 from ds_compress.transport.collectives import lowest
-
-logger = logging.getLogger("ds_compress")
 
 Exact = Callable[[list[Tensor]], Tensor]
 """DeepSpeed's all-reduce of a bucket; returns it flat."""
@@ -56,11 +51,10 @@ class _GradientSpan(NamedTuple):
     number: int  # of the parameter
 
 
-class GradientTraffic(RuntimePart):
+class ReplicaTraffic(GradientTraffic):
     """Compresses the gradients between the replicas of an engine's stage."""
 
-    restarts = "residuals of gradients between replicas start from zero"
-    """What a checkpoint without usable state leads to."""
+    kind = "replicas"
 
     def __init__(self, engine: Any, config: Config, group: Any, has_partitions: bool):
         """
@@ -73,10 +67,6 @@ class GradientTraffic(RuntimePart):
         """
         block, options = config.block, config.block.replicas
         assert options is not None and config.replica_codec is not None
-        self._engine = engine
-        self._skipped = 0  # steps, when the present one began
-        self._before: dict[int, dict[str, Tensor]] | None = None
-        self._warmup_steps = options.warmup_steps
         tied = {id(weight) for weight, _ in engine.module.get_tied_weights_and_groups()}
         compressed = {
             number: parameter
@@ -90,9 +80,9 @@ class GradientTraffic(RuntimePart):
         bucket_bytes = options.bucket_mb * 10**6
         shared = block.seed, block.link.checksum
         itemsize = engine.communication_data_type.itemsize
-        self.exchange = build_exchange(
-            replicas, config.replica_codec, compressed, bucket_bytes, *shared, itemsize
-        )
+        exchange = build_exchange(replicas, config.replica_codec, compressed, bucket_bytes, *shared, itemsize)
+        super().__init__(engine, config, exchange)
+        self._options = options
         self._has_partitions = has_partitions
         self.is_partitioned = False
         """Whether replicas need, of this step's averages, only those of their own partition, under
@@ -101,10 +91,6 @@ class GradientTraffic(RuntimePart):
         if options.parameters != "none":
             codec = CODECS.build({"name": "quantize", "bits": options.parameters}, "parameters")
             self._parameters = ParameterExchange(replicas, codec, bucket_bytes, self.exchange.sent, *shared)
-        self._measure_every = block.monitor.every if engine.monitor.enabled else 0
-        self._guard = block.guard
-        self._gradient_error = math.nan
-        self._has_warned = False
         self.early: EarlyBuckets | None = None
         if self._sends_early(options):
             sparse = {id(each.weight) for each in engine.module.modules() if getattr(each, "sparse", False)}
@@ -123,52 +109,9 @@ class GradientTraffic(RuntimePart):
                 take = self._take_flat_gradient
             self.early = EarlyBuckets(self.exchange, usual, bucket_bytes, take)
 
-    def describe(self) -> str:
-        """Return what the start-up line says."""
-        after = f" after {self._warmup_steps} warm-up steps" if self._warmup_steps else ""
-        return f"gradients between replicas: {self.exchange.codec.codec}{after}"
-
     @property
-    def settings(self) -> dict[str, Any]:
-        """Return what must be equal in a checkpoint for its residuals to be used."""
-        engine = self._engine
-        shapes = [(name, tuple(p.shape)) for name, p in engine.module.named_parameters()]
-        return {
-            "codec": self.exchange.codec.codec.settings,
-            "replicas": self.exchange.replicas.size,
-            "optimizer": type(engine.optimizer).__name__,
-            "zero": engine.zero_optimization_stage(),
-            "parameters": hashlib.blake2b(repr(shapes).encode(), digest_size=8).hexdigest(),
-        }
-
-    @property
-    def codec(self) -> SliceCodec:
-        """Return the codec of the slices."""
-        return self.exchange.codec
-
-    def saved(self) -> dict[int, dict[str, Tensor]]:
-        """Return the residuals for a checkpoint, by number of the slice."""
-        return self.exchange.slices.saved()
-
-    def load(self, saved: dict[int, dict[str, Tensor]]) -> None:
-        """Restore the residuals from a checkpoint; missing ones start from zero."""
-        self.exchange.slices.load(saved)
-
-    def values(self) -> dict[str, float]:
-        """Return what the monitor writes of this stage, by name in `REPLICAS`."""
-        exchange = self.exchange
-        error, cosine = exchange.quality
-        return {
-            "raw_bytes": exchange.sent.raw_bytes,
-            "wire_bytes": exchange.sent.wire_bytes,
-            "relative_error": error,
-            "cosine": cosine,
-            "gradient_error": self._gradient_error,
-            "residual_norm": exchange.residual_norm(),
-            "round_s": 0.0,
-            "rounds": 0.0,
-            "members": exchange.replicas.size,
-        }
+    def warmup_steps(self) -> int:
+        return self._options.warmup_steps
 
     def _sends_early(self, options: ReplicasOptions) -> bool:
         """Return whether gradients are in place, and final, as soon as the last backward pass has made them.
@@ -207,51 +150,14 @@ class GradientTraffic(RuntimePart):
         return found
 
     def begin_step(self, step: Step) -> None:
-        """Remember the residuals, if DeepSpeed may skip the step because gradients are not finite."""
-        self._skipped = self._engine.skipped_steps
-        self.is_partitioned = self._has_partitions and self._engine.global_steps >= self._warmup_steps
-        # all replicas have to decide alike: it takes an all-reduce
-        if self._measure_every and (self._engine.global_steps + 1) % self._measure_every == 0:
-            self.exchange.measure()
-        if self._guard.is_due(self._compressed_steps() + AVERAGED):
-            self.exchange.take_gradient_error()  # of steps that only the monitor has measured
-        if any(self._guard.is_due(self._compressed_steps() + 1 + later) for later in range(AVERAGED)):
-            self.exchange.measure()
-        may_skip = hasattr(self._engine.optimizer, "overflow")
-        self._before = self.exchange.slices.memories() if may_skip else None
+        """Prepare for gradients that leave while the last backward pass goes on."""
+        super().begin_step(step)
+        self.is_partitioned = self._has_partitions and self.is_warm
         if self.early is not None:
             engine, size = self._engine, self.exchange.replicas.size
-            sends = engine.pipeline_enable_backward_allreduce and engine.global_steps >= self._warmup_steps
+            sends = engine.pipeline_enable_backward_allreduce and self.is_warm
             factor = 1 / size if engine.gradient_average else 1.0
             self.early.begin_step(engine.micro_batches if sends else 0, factor, engine.global_steps)
-
-    def end_step(self, step: Step) -> None:
-        """Take the residuals back if DeepSpeed has skipped the step: it has used none of the averages."""
-        if self._before is not None and self._engine.skipped_steps > self._skipped:
-            self.exchange.slices.restore(self._before)
-        self._before = None
-        if self._guard.is_due(self._compressed_steps()):
-            self._check(self.exchange.take_gradient_error())
-
-    def _compressed_steps(self) -> int:
-        """Return the number of completed steps since the warm-up."""
-        return int(self._engine.global_steps) - self._warmup_steps
-
-    def _check(self, error: float) -> None:
-        """Warn once if averages added up over the last steps differ too much from the exact ones."""
-        self._gradient_error = error
-        if error > self._guard.gradient_error and not self._has_warned and self.exchange.replicas.rank == 0:
-            self._has_warned = True
-            logger.warning(
-                "ds_compress: gradients between replicas, stage %d: %s has an error of %.2f in the sum of %d "
-                "averages (ds_compress.guard.gradient_error: %g): use more bits or a higher density, "
-                'feedback "ef", or "rounding": "dither"',
-                self.exchange.replicas.stage,
-                self.exchange.codec.codec,
-                error,
-                AVERAGED,
-                self._guard.gradient_error,
-            )
 
     def all_reduce_of_engine(self, bucket: Sequence[Tensor], group: Any, factor: float, exact: Exact) -> bool:
         """Average a bucket of DeepSpeed's engine in place; see `all_reduce`."""
@@ -266,7 +172,7 @@ class GradientTraffic(RuntimePart):
         """Let all replicas have the new parameters of BF16_Optimizer; return False if that is left to
         DeepSpeed."""
         engine, optimizer = self._engine, self._engine.optimizer
-        if self._parameters is None or engine.global_steps < self._warmup_steps:
+        if self._parameters is None or not self.is_warm:
             return False
         for group, flat, new in flat_groups(optimizer):
             ends = itertools.accumulate((parameter.numel() for parameter in group), initial=0)
@@ -297,7 +203,7 @@ class GradientTraffic(RuntimePart):
             exact: DeepSpeed's own way.
         """
         engine = self._engine
-        if group is not engine.mpu.get_data_parallel_group() or engine.global_steps < self._warmup_steps:
+        if group is not engine.mpu.get_data_parallel_group() or not self.is_warm:
             return False
         sent = self.early.finish() if self.early is not None else set()
         spans = self._spans(known)
@@ -327,7 +233,7 @@ class GradientTraffic(RuntimePart):
         return sorted(spans)
 
 
-def connect_replicas(engine: Any, config: Config) -> GradientTraffic | None:
+def connect_replicas(engine: Any, config: Config) -> ReplicaTraffic | None:
     """Return what compresses the gradients between the replicas of this stage, with a process group of its
     own; None if nothing does. Every rank of the job calls it."""
     if config.replica_codec is None or not engine.is_data_parallel:
@@ -338,7 +244,7 @@ def connect_replicas(engine: Any, config: Config) -> GradientTraffic | None:
     has_owners = not engine.has_moe_layers and not any(layers(config.replica_codec, LowRank))
     partitions = isinstance(engine.optimizer, BF16_Optimizer) and has_owners
     everywhere = lowest(engine.device, partitions)  # some stages may have MoE layers
-    traffic = GradientTraffic(engine, config, own, any(everywhere))
+    traffic = ReplicaTraffic(engine, config, own, any(everywhere))
     mix_in(engine.optimizer, traffic)
     return traffic
 

@@ -28,12 +28,12 @@ _Optimizer: Any = object
 
 
 class CompressedZeroOptimizer(_Optimizer):
-    """DeepSpeed's optimizer of ZeRO-1, whose buckets go through a `GradientTraffic`.
+    """DeepSpeed's optimizer of ZeRO-1, whose buckets go through a `ReplicaTraffic`.
 
     A bucket holds slices of gradients, each needed by the one replica that owns its partition.
     """
 
-    ds_compress: Any  # a `GradientTraffic`
+    ds_compress: Any  # a `ReplicaTraffic`
     _owners: Sequence[int | None] | None = None  # of the tensors of the bucket in progress
 
     def allreduce_and_copy_with_multiple_ranks(self, small_bucket: Any, *args: Any, **kwargs: Any) -> None:
@@ -98,12 +98,12 @@ def _only_owner(ranks: Any) -> int | None:
 
 
 class CompressedBF16Optimizer(_Optimizer):
-    """DeepSpeed's optimizer of bf16, whose gradients and parameters go through a `GradientTraffic`.
+    """DeepSpeed's optimizer of bf16, whose gradients and parameters go through a `ReplicaTraffic`.
 
     A replica gets the averages of its own partition alone, so the norm is that of all partitions together.
     """
 
-    ds_compress: Any  # a `GradientTraffic`
+    ds_compress: Any  # a `ReplicaTraffic`
     mpu: Any
 
     def step(self, closure: Any = None) -> None:

@@ -25,6 +25,7 @@ from ds_compress.engine.gradients import connect_replicas
 from ds_compress.engine.handshake import Notes, SharedWarning
 from ds_compress.engine.intercept import PointToPoint
 from ds_compress.engine.message_path import MessagePath
+from ds_compress.engine.tied import connect_copies
 from ds_compress.engine.wiring import set_connections, wire_extra_links
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Mode, evaluated
@@ -88,9 +89,11 @@ class Session:
         self.path = make_path(engine, config, p2p, original, left_alone, self.depth.now)
         self.stage = self.path.stage
         self.gradients = connect_replicas(engine, config)
-        if self.gradients is not None:
-            self.stage.groups.append(self.gradients.exchange.replicas.group)
-        self.replicas = outer or self.gradients
+        self.tied, tied = connect_copies(engine, config)
+        exchanges = [each for each in (self.gradients, self.tied) if each is not None]
+        self.stage.groups += [each.exchange.replicas.group for each in exchanges]
+        self.traffic = {each.kind: each for each in (*exchanges, outer) if each is not None}
+        """What sends gradients, or changes of weights, beside messages, by kind."""
         self.guard = Guard(config, engine.global_rank, boundaries)
         self.replica_check = ReplicaCheck(self.stage, self.path.sides(), engine.grid, engine.device)
         self.monitor = Monitor(
@@ -103,10 +106,13 @@ class Session:
             total=functools.partial(dist.all_reduce, group=engine.grid.get_pipe_parallel_group()),
             notes=notes,
             reports=engine.global_rank == 0,
-            replicas=self.replicas.describe() if self.replicas else "",
+            gradients={
+                **{kind: each.describe() for kind, each in self.traffic.items()},
+                **({"tied": tied} if tied else {}),
+            },
         )
         self.policy = PolicyController(config, boundaries, engine.device, all_gather)
-        found = self.gradients, self.replica_check, self.monitor, self.guard, self.depth, self.policy
+        found = *exchanges, self.replica_check, self.monitor, self.guard, self.depth, self.policy
         self.connections = None
         if config.block.link.connections == "auto":
             self.connections = ConnectionsController(set_connections)
@@ -178,7 +184,7 @@ class Session:
 
     def end_step(self) -> None:
         """Let the parts know that a training step is over, and do what they ask for; nothing is in flight."""
-        values = self.replicas.values if self.replicas is not None else None
+        values = {kind: each.values for kind, each in self.traffic.items()}
         done = Step(self.engine.global_steps, self.engine, self.stage, values=values)
         for part in self.parts:
             self._put_in_force(part.end_step(done))

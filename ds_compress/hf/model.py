@@ -1,6 +1,7 @@
 """A Transformers checkpoint as a PipelineModule: each rank builds and reads only its own stage."""
 
 import copy
+import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -32,6 +33,7 @@ from ds_compress.hf.quantized import find_quantizer, without_quantization
 from ds_compress.hf.structure import ModelTemplate
 from ds_compress.hf.verify import verify_parts
 from ds_compress.hf.weights import load_weights, open_slices
+from ds_compress.transport.collectives import all_gather
 
 TIED = "embedding"
 """DeepSpeed's key of an embedding whose weight is the head's too."""
@@ -123,6 +125,16 @@ class TransformersPipeline(PipelineModule):
             for part in self.children():
                 if isinstance(part, LoadedPart) and part.tied_head:
                     part.set_head(self.tied_modules[TIED].weight)
+
+    def _synchronize_tied_weights(self) -> None:
+        """Have DeepSpeed send the tied embedding only where copies differ: all stages have read it."""
+        for shared in self.tied_comms.values():
+            weight = shared["module"].weight.detach()
+            data = weight.cpu().contiguous().view(torch.uint8).numpy()
+            number = int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
+            mine = torch.tensor([number], dtype=torch.int64, device=weight.device)
+            if len({int(each) for each in all_gather(mine, shared["group"])}) > 1:
+                super()._synchronize_tied_weights()
 
 
 def _drop_quantization_state(part: LoadedPart, state: dict[str, Any], *_: Any) -> None:

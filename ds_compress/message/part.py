@@ -72,9 +72,9 @@ class Step(NamedTuple):
     stage: StageView
     is_judged: bool = False
     """Whether the guard checks its messages."""
-    values: Callable[[], Mapping[str, float]] | None = None
-    """Measures the gradients between replicas: values by name, as in `metrics.REPLICAS`. None: they are sent
-    uncompressed."""
+    values: Mapping[str, Callable[[], Mapping[str, float]]] = {}
+    """Measure gradients that are exchanged, by kind as in `metrics.GRADIENTS`: values by name, as in
+    `metrics.EXCHANGE`."""
 
 
 class Change(NamedTuple):
@@ -91,7 +91,7 @@ class RuntimePart:
     """Watches training, and decides. Its methods do nothing; override what you need.
 
     Every rank calls each of them alike. A part holds neither the engine nor the session; but
-    `gradients` holds the engine.
+    those that exchange gradients hold the engine.
     """
 
     key = ""

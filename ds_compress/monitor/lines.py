@@ -9,15 +9,19 @@ from ds_compress.version import __version__
 
 
 def announcement(
-    config: Config, channels: Channels, link: str, tensors: Callable[[str], str], replicas: str = ""
+    config: Config,
+    channels: Channels,
+    link: str,
+    tensors: Callable[[str], str],
+    gradients: Mapping[str, str],
 ) -> str:
-    """Return the start-up line: what is active on every boundary, and between replicas.
+    """Return the start-up line: what is active on every boundary, and for gradients that are exchanged.
 
     Args:
         link: what to call it.
         tensors: what becomes of the tensors of a message, by the place of its channel; empty where that is
             not known.
-        replicas: what is sent between replicas, and the codec; empty where there is none.
+        gradients: by kind, what is exchanged, and the codec.
     """
     numbers: dict[str, list[int]] = {}  # by description of a boundary
     for number, directions in enumerate(channels):
@@ -41,7 +45,7 @@ def announcement(
     line = f"ds_compress {__version__} active, {recipe}link {link}{warmup}"
     if boundaries:
         line += f"; per message: {'; '.join(boundaries)}"
-    return f"{line}; {replicas}" if replicas else line
+    return "; ".join([line, *gradients.values()])
 
 
 def size_notes(config: Config, channels: Channels) -> list[str]:
@@ -76,8 +80,8 @@ def summary(
     step: int,
     waited: list[float],
     seconds: float,
-    gradients: Sequence[Mapping[str, float]] = (),
-    replicas: str = "",
+    gradients: Mapping[str, Sequence[Mapping[str, float]]],
+    exchanged: Mapping[str, str],
 ) -> str:
     """Return the last line: what training sent until `step`, and what that saved.
 
@@ -85,14 +89,14 @@ def summary(
         first: step that training began, or was resumed, with.
         waited: shares of the measured steps in which a stage waited.
         seconds: of training.
-        gradients: bytes between replicas, of each stage.
-        replicas: as for `announcement`.
+        gradients: bytes of those that are exchanged, by kind and stage.
+        exchanged: as `gradients` of `announcement`.
     """
     sent = _instead([c for b in channels for c in b.values()])
-    between = _instead(gradients)
     parts = [sent] if sent else []
-    if between:
-        parts.append(f"{replicas.partition(':')[0]}: {between}")
+    for kind, said in exchanged.items():
+        if between := _instead(gradients[kind]):
+            parts.append(f"{said.partition(':')[0]}: {between}")
     if not parts:
         return ""
     line = f"ds_compress: {'; '.join(parts)} by step {step}"

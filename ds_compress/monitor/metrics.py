@@ -2,7 +2,7 @@
 
 A channel's values appear as `Train/Compression/boundary_{i}/{forward|backward}/{name}`, the pipeline's as
 `Train/Compression/{name}`, those of gradients between replicas as
-`Train/Compression/replicas/stage_{i}/{name}`. All are those of the first pipeline replica.
+`Train/Compression/replicas/stage_{i}/{name}`, of tied weights as `Train/Compression/tied/stage_{i}/{name}`. All are those of the first pipeline replica.
 """
 
 import math
@@ -45,7 +45,9 @@ PIPELINE = {
     "step_ms": "duration of the step on the first stage",
     "uncompressed_step_ms": "estimated duration of the step with uncompressed messages, without codec time",
 }
-REPLICAS = {
+GRADIENTS = {"replicas": "between replicas", "tied": "of tied weights"}
+"""Kinds of gradients that ranks exchange."""
+EXCHANGE = {
     "raw_bytes": "bytes that DeepSpeed's all-reduce would have sent from this rank, running total",
     "wire_bytes": "bytes of the packets that this rank sent, running total",
     "ratio": "raw over wire bytes, of the steps since the last value",
@@ -98,9 +100,9 @@ def label(name: str, boundary: int | None = None, direction: str | None = None) 
     return f"{PREFIX}/{name}" if boundary is None else f"{PREFIX}/boundary_{boundary}/{direction}/{name}"
 
 
-def replicas_label(stage: int, name: str) -> str:
-    """Return the label of a metric of gradients between the replicas of a stage."""
-    return f"{PREFIX}/replicas/stage_{stage}/{name}"
+def exchange_label(kind: str, stage: int, name: str) -> str:
+    """Return the label of a metric of gradients that a stage exchanges, of a kind in `GRADIENTS`."""
+    return f"{PREFIX}/{kind}/stage_{stage}/{name}"
 
 
 def labels(boundaries: int, name: str) -> list[str]:

@@ -23,13 +23,13 @@ from ds_compress.monitor.metrics import (
     CHANNEL,
     COUNTERS,
     DASHBOARD,
-    REPLICAS,
+    EXCHANGE,
     Channels,
     complete,
+    exchange_label,
     label,
     labels,
     ratio,
-    replicas_label,
     residual_values,
     stage_ms,
     uncompressed_step_ms,
@@ -61,7 +61,7 @@ class Monitor(RuntimePart):
         total: Callable[[Tensor], object],
         notes: Any,
         reports: bool,
-        replicas: str = "",
+        gradients: Mapping[str, str],
     ):
         """Create the monitor of one rank.
 
@@ -73,7 +73,7 @@ class Monitor(RuntimePart):
             total: sums a tensor in place over the stages of this pipeline.
             notes: `Notes` of engine/handshake.py: lines of every rank, for the reporting rank.
             reports: True on the one rank that reports for all; it has a first stage.
-            replicas: as for `lines.announcement`.
+            gradients: as for `lines.announcement`.
         """
         self.config = config
         self.boundaries = boundaries
@@ -83,7 +83,7 @@ class Monitor(RuntimePart):
         self._total = total
         self._notes = notes
         self._reports = reports
-        self._replicas = replicas
+        self._exchanged = gradients
         self._announced = False
         self._meters: list[tuple[End, SendingMeter | ReceivingMeter]] = []
         self._clock = clock_for(device)
@@ -97,8 +97,8 @@ class Monitor(RuntimePart):
         self._is_logged, self._off, self._sizes_pending = False, False, True
         self._warned: set[tuple[int, str, str]] = set()  # (boundary, direction, limit)
         self._gathered: Channels = []
-        self._gradients: list[dict[str, float]] = []  # of the last reduced step, by stage
-        self._written_gradients: list[dict[str, float]] = []
+        self._gradients: dict[str, list[dict[str, float]]] = {}  # of the last reduced step, by kind and stage
+        self._written_gradients: dict[str, list[dict[str, float]]] = {}
         self._last: tuple[Channels, Channels] = [], []  # last measured step, and the one before
         self._written: Channels = []
         self._first = self._steps = 0  # number of the first step of this run, and of the last reduced one
@@ -167,7 +167,7 @@ class Monitor(RuntimePart):
                 channels = self._table.channels
                 if first:
                     read, link = self._notes.read, self.link
-                    line = lines.announcement(self.config, channels, link, read, self._replicas)
+                    line = lines.announcement(self.config, channels, link, read, self._exchanged)
                     print(line, flush=True)
                     if sinks.tb_monitor is not None:
                         add_tensorboard_layout(sinks.tb_monitor.summary_writer, self.boundaries)
@@ -225,15 +225,17 @@ class Monitor(RuntimePart):
         self._last = before, []
         self._table.clear()  # no step is measured since
 
-    def _collect(self, ends: Sequence[End], gradients: Callable[[], Mapping[str, float]] | None) -> float:
+    def _collect(
+        self, ends: Sequence[End], gradients: Mapping[str, Callable[[], Mapping[str, float]]]
+    ) -> float:
         """Fill the table with this stage's values; return the duration of the step in ms."""
         meters, step_ms = self._take_meters(), 0.0
         self._table.clear()
         with self._guarded():
             if self._measures:
                 step_ms = self._clock.ms(self._began, self._clock.mark())
-            if gradients is not None:
-                self._table.fill_gradients(self._rank, gradients())
+            for kind, values_of in gradients.items():
+                self._table.fill_gradients(kind, self._rank, values_of())
             for channel in (end.channel for end in ends if end.sends):
                 sent, latest = channel.sent, channel.sent.latest
                 sizes = (latest.raw_bytes, latest.compressed_bytes(channel.codec)) if latest else (0, 0)
@@ -293,7 +295,7 @@ class Monitor(RuntimePart):
             return ""
         seconds = self._ended - self._started
         sent = self._gathered, self._first, self._steps, self._waited, seconds, self._gradients
-        return lines.summary(*sent, self._replicas)
+        return lines.summary(*sent, self._exchanged)
 
     def close(self) -> None:
         """Print the summary at the end of training; needs no other rank, so any rank calls it at any time."""
@@ -320,14 +322,17 @@ class Monitor(RuntimePart):
         return events + [(label(name), value, samples) for name, value in whole.items()]
 
     def _gradient_events(self, samples: int) -> Events:
-        """Return the metrics of gradients between replicas as (label, value, samples)."""
+        """Return the metrics of gradients that stages exchange as (label, value, samples)."""
         events, before = Events(), self._written_gradients
         self._written_gradients = self._gradients
-        for stage, values in enumerate(self._gradients if self._replicas else ()):
-            last = before[stage] if before else dict.fromkeys(values, 0.0)
-            raw, wire = (values[key] - last[key] for key in ("raw_bytes", "wire_bytes"))
-            found = {**values, "ratio": ratio(raw, wire)}
-            events += [(replicas_label(stage, name), found[name], samples) for name in REPLICAS]
+        for kind in self._exchanged:
+            for stage, values in enumerate(self._gradients[kind]):
+                if not values["members"]:  # this stage exchanges none
+                    continue
+                last = before[kind][stage] if before else dict.fromkeys(values, 0.0)
+                raw, wire = (values[key] - last[key] for key in ("raw_bytes", "wire_bytes"))
+                found = {**values, "ratio": ratio(raw, wire)}
+                events += [(exchange_label(kind, stage, name), found[name], samples) for name in EXCHANGE]
         return events
 
 

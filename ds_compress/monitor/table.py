@@ -13,7 +13,7 @@ from torch import Tensor
 from ds_compress.config import DIRECTIONS
 from ds_compress.message.channel import Channel
 from ds_compress.message.meters import ReceivingMeter, SendingMeter
-from ds_compress.monitor.metrics import COUNTERS, REPLICAS, SIDES, Channels
+from ds_compress.monitor.metrics import COUNTERS, EXCHANGE, GRADIENTS, SIDES, Channels
 
 COLUMNS = (
     *COUNTERS,
@@ -23,8 +23,8 @@ COLUMNS = (
     "buffer_bytes",
     *ReceivingMeter.COLUMNS,
 )
-GRADIENTS = tuple(name for name in REPLICAS if name != "ratio")
-"""Columns of the gradients between the replicas of a stage."""
+EXCHANGED = tuple(name for name in EXCHANGE if name != "ratio")
+"""Columns of gradients that a stage exchanges."""
 STAMPS = 64
 """Packets of a channel, the first of a step, of which times are exchanged."""
 
@@ -48,7 +48,7 @@ class Table:
         self.stamps = zeros(boundaries, len(DIRECTIONS), SIDES, STAMPS)
         """[boundary, direction, side, packet]; zeros where there was none."""
         self._status = zeros(ranks)
-        self._gradients = zeros(ranks, len(GRADIENTS))
+        self._gradients = zeros(len(GRADIENTS), ranks, len(EXCHANGED))
         self._parts = (self._columns, self.stamps, self._status, self._gradients)
         self._sum = zeros(sum(part.numel() for part in self._parts), device=device)
 
@@ -66,10 +66,10 @@ class Table:
         first = torch.tensor(stamps[:STAMPS], dtype=torch.float64, device="cpu")
         self.stamps[self._place(channel)][side, : len(first)] = first
 
-    def fill_gradients(self, rank: int, values: Mapping[str, float]) -> None:
-        """Put `values`, by column, where the other stages find those of the gradients of `rank`."""
-        found = [values[name] for name in GRADIENTS]
-        self._gradients[rank] = torch.tensor(found, dtype=torch.float64, device="cpu")
+    def fill_gradients(self, kind: str, rank: int, values: Mapping[str, float]) -> None:
+        """Put `values`, by column, where the other stages find those of gradients that `rank` exchanges."""
+        found = torch.tensor([values[name] for name in EXCHANGED], dtype=torch.float64, device="cpu")
+        self._gradients[list(GRADIENTS).index(kind), rank] = found
 
     def set_status(self, rank: int, status: Status) -> None:
         self._status[rank] = status
@@ -90,9 +90,10 @@ class Table:
         ]
 
     @property
-    def gradients(self) -> list[dict[str, float]]:
-        """Return the values of gradients by rank, zeros where gradients are not compressed."""
-        return [dict(zip(GRADIENTS, row)) for row in self._gradients.tolist()]
+    def gradients(self) -> dict[str, list[dict[str, float]]]:
+        """Return the values of gradients by kind and rank, zeros where gradients are not compressed."""
+        kinds = zip(GRADIENTS, self._gradients.tolist())
+        return {kind: [dict(zip(EXCHANGED, row)) for row in rows] for kind, rows in kinds}
 
     @property
     def statuses(self) -> list[Status]:

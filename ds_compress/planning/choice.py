@@ -69,7 +69,11 @@ def candidates_for(quality: Quality | None) -> list[Candidate]:
         name: (strictest, {each: {"codec": codec} for each in DIRECTIONS})
         for name, (strictest, codec) in CODECS.items()
     }
-    blocks = plain | {name: (own, recipes.recipe(name, KEY)) for name, own in RECIPES.items()}
+    messages = {
+        name: {key: value for key, value in recipes.recipe(name, KEY).items() if key in DIRECTIONS}
+        for name in RECIPES
+    }
+    blocks = plain | {name: (RECIPES[name], block) for name, block in messages.items()}
     order = list(LIMITS)
     return [
         Candidate(name, block, block["forward"] == block["backward"])

@@ -96,6 +96,13 @@ class Replicas:
     rank: int
     group: Any = None  # a process group in which nothing else is sent
     stage: int = 0  # of the pipeline
+    content: str = "gradients"  # of what they exchange, for lines to the user
+    between: str = "replicas"
+
+    @property
+    def exchanged(self) -> str:
+        """Return what is exchanged, and by whom, for lines to the user."""
+        return f"{self.content} between {self.between}"
 
 
 class Exchange:
@@ -122,7 +129,7 @@ class Exchange:
             widths: see `Slices`.
         """
         self.replicas = replicas
-        self.codec = SliceCodec(codec, seed, has_checksum, replicas.stage)
+        self.codec = SliceCodec(codec, seed, has_checksum, replicas.stage, content=replicas.content)
         self.slices = Slices(replicas.size, widths)
         self.sent = Counters()
         self.quality = math.nan, math.nan
@@ -229,11 +236,11 @@ class Exchange:
         (packets, sizes, is_summed), size = transfer, self.replicas.size
         options = {"group": self.replicas.group, "async_op": True}
         if is_summed:
-            with replica_failures():
+            with replica_failures(self.replicas):
                 return packets, dist.all_reduce(packets, **options)
         received = sizes[self.replicas.rank] if sizes is not None else packets.numel()
         arrived = torch.empty(size * received, dtype=torch.uint8, device=packets.device)
-        with replica_failures():
+        with replica_failures(self.replicas):
             if sizes is None:
                 return arrived, dist.all_gather_into_tensor(arrived, packets, **options)
             return arrived, dist.all_to_all_single(arrived, packets, [received] * size, sizes, **options)
@@ -242,7 +249,7 @@ class Exchange:
         """Wait for a transfer of a bucket and start its next one; return False if there is none."""
         if bucket.work is None:
             return False
-        with replica_failures():
+        with replica_failures(self.replicas):
             bucket.work.wait()
         try:
             bucket.arrived, bucket.work = self._start(bucket.rounds.send(bucket.arrived))
@@ -322,14 +329,14 @@ def _sample(gradients: Sequence[Gradient]) -> Iterator[tuple[Tensor, int | None]
 
 
 @contextmanager
-def replica_failures() -> Iterator[None]:
-    """Re-raise errors of torch.distributed as CompressionErrors that name gradients between replicas."""
+def replica_failures(replicas: Replicas) -> Iterator[None]:
+    """Re-raise errors of torch.distributed as CompressionErrors that name what `replicas` exchange."""
     try:
         yield
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-        raise CompressionError(f"gradients between replicas: {in_one_line(error)}") from None
+        raise CompressionError(f"{replicas.exchanged}: {in_one_line(error)}") from None
 
 
 def cut(packets: Tensor, plan: Iterable[Item]) -> Iterator[tuple[Item, Tensor]]:

@@ -85,7 +85,7 @@ class ParameterExchange:
         with torch.no_grad():
             under_way = [self._send(bucket, flat, new, step) for bucket in plan]
             for bucket, (everywhere, work) in zip(plan, under_way):
-                with replica_failures():
+                with replica_failures(self._replicas):
                     work.wait()
                 self._add(bucket, everywhere, flat, step)
         size = self._replicas.size
@@ -105,7 +105,7 @@ class ParameterExchange:
             else:
                 self._codec.encode(part.slice, value - shadow.float(), packet, AVERAGE, step, own)
         everywhere = torch.empty(size * nbytes, dtype=torch.uint8, device=flat.device)
-        with replica_failures():
+        with replica_failures(self._replicas):
             group = self._replicas.group
             return everywhere, dist.all_gather_into_tensor(everywhere, packets, group=group, async_op=True)
 

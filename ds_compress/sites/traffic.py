@@ -51,6 +51,7 @@ log = logging.getLogger("ds_compress")
 class OuterTraffic(RuntimePart):
     """The part of an engine that exchanges progress with other launches."""
 
+    kind = "replicas"
     restarts = "outer steps begin again with the loaded weights"
     """What a checkpoint without usable state leads to."""
 
@@ -129,7 +130,7 @@ class OuterTraffic(RuntimePart):
         return f"changes of weights between launches: {self.codec.codec} every {steps}"
 
     def values(self) -> dict[str, float]:
-        """Return what the monitor writes of this rank, by name in `REPLICAS`."""
+        """Return what the monitor writes of this rank, by name in `metrics.EXCHANGE`."""
         memories = self.codec.residuals().values()
         norms = [e.float().norm() for memory in memories for e in residuals(memory, GRADIENT)]
         return {

@@ -223,6 +223,22 @@ REPLICAS: dict[str, Block] = {
 }
 """Settings of gradients between replicas; the last ones also compress messages between stages."""
 
+
+def tied(codec: Any, feedback: str, **others: Any) -> Block:
+    """Build a block for the gradients of a tied embedding, beside `others` for messages between stages."""
+    return {**others, "tied": {"codec": codec, "feedback": feedback}}
+
+
+TIED: dict[str, Block] = {
+    "tied8-ef": tied(group(8), "ef"),
+    "tied4-ef": tied(group(4), "ef"),
+    "tied2-ef": tied(group(2), "ef"),
+    "tied1%-ef": tied(topk(1), "ef"),
+    "tied4-ef+entropy4-rank8/dither3": tied(group(4), "ef", **BOTH_DIRECTIONS["entropy4-rank8/dither3"]),
+    "tied4-ef+entropy4-rank8/dither1.5": tied(group(4), "ef", **BOTH_DIRECTIONS["entropy4-rank8/dither1.5"]),
+}
+"""Settings of gradients of a tied embedding; the last ones also compress messages between stages."""
+
 OLDER = ("group4/4-hadamard", "group3/3-hadamard", "entropy2.5/2.5")
 """What recipes were before they were judged on several models."""
 
@@ -244,7 +260,7 @@ LAUNCHED = ("none", "minmax4/8", "topk10-reuse", "topk10-ef-warmup", "topk30-aqs
 BOTH_TASKS = (
     NONE | PAPER | BEYOND | CHANGING | ONE_DIRECTION | BOTH_DIRECTIONS | GRADIENTS | CANDIDATES | RECIPES
 )
-LANGUAGE = BOTH_TASKS | REPLICAS
+LANGUAGE = BOTH_TASKS | REPLICAS | TIED
 VISION = BOTH_TASKS
 
 SETTINGS: dict[str, dict[str, Block]] = {

@@ -9,6 +9,7 @@ from torch import nn
 
 from ds_compress.simulate import SimulatedReplicas, announce
 from launch.reproduce.task import Batch, Task
+from launch.reproduce.tied import TiedCopies
 
 
 def train(
@@ -29,6 +30,7 @@ def train(
     optimizer = task.optimizer(models[0].parameters())
     schedule = task.schedule(optimizer)
     replicas = SimulatedReplicas(models[0], config, len(models))
+    tied = TiedCopies(models[0], config)
     losses = list[float]()
     for model in models:
         model.train()
@@ -43,6 +45,7 @@ def train(
             if not math.isfinite(losses[-1]):
                 return losses, replicas
             replicas.average()
+            tied.exchange()
             clip(models[0], task.gradient_clipping)
             optimizer.step()
             schedule.step()

@@ -78,7 +78,7 @@ def test_bytes_between_replicas(tmp_path, capsys):
             for what, each in (("raw_bytes", 2000), ("wire_bytes", wire)):
                 write_csv(folder, replicas_label(stage, what), [(x, each * x) for x in (32, 64)])
     row = summarize(read_run(tmp_path / "quantize"))
-    assert row["their ratio"] == 8 and row["MB between replicas"] == 2 * 250 * 64 / 1e6
+    assert row["ratio between replicas"] == 8 and row["MB between replicas"] == 2 * 250 * 64 / 1e6
     paths = [str(tmp_path / name) for name in ("quantize", "none")]
     assert main(["report", *paths, "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out

@@ -79,9 +79,9 @@ def test_the_list(capsys):
 def test_the_first_line_names_it():
     sizes = {"message_raw_bytes": 100.0, "message_wire_bytes": 50.0}
     channels = [dict.fromkeys(DIRECTIONS, sizes)]
-    line = announcement(Config({"recipe": "bf16"}), channels, "eager", lambda place: "")
+    line = announcement(Config({"recipe": "bf16"}), channels, "eager", lambda place: "", {})
     assert "active, recipe bf16, link eager" in line
-    assert "active, link eager" in announcement(Config({}), channels, "eager", lambda place: "")
+    assert "active, link eager" in announcement(Config({}), channels, "eager", lambda place: "", {})
 
 
 def test_classes_of_quality_are_recipes():

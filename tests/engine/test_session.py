@@ -4,6 +4,7 @@ import re
 import types
 
 import pytest
+import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 import ds_compress  # noqa: F401  (hooks the engine)
@@ -12,12 +13,12 @@ from ds_compress.engine.mixin import CompressedEngine
 from tests.support.launch_scripts import ROOT
 from tests.support.pipeline import batches, build, ds_config
 from tests.support.ranks import run_ranks
-from tests.support.replicas import wide_layers
+from tests.support.replicas import tied_layers, wide_layers
 
 SHARED = ("stage", "config")
 """What parts may know of: the traffic that they watch, and the settings in force."""
 
-HOLDERS = ("gradients",)
+HOLDERS = ("gradients", "tied")
 """What holds the engine, because DeepSpeed calls it; docs/architecture.md names it."""
 
 REPLICAS = {"codec": {"name": "quantize", "bits": 4}, "feedback": "ef"}
@@ -91,22 +92,28 @@ def test_one_attribute_and_parts_apart():
         assert found == set()
 
 
-def known_between_replicas(changes, replicas):
-    block = {"replicas": {**REPLICAS, **changes}}
-    return known(build(1, ds_config(block, replicas=replicas), wide_layers()))
+def known_in(block, stages, layers):
+    return known(
+        build(stages, ds_config(block, replicas=torch.distributed.get_world_size() // stages), layers())
+    )
 
 
 @pytest.mark.parametrize(
-    "part, changes, replicas", [("gradients", {}, 2), ("replicas", {"every": 9, "outer": {}}, 1)]
+    "part, block, ranks, stages, layers",
+    [
+        ("gradients", {"replicas": REPLICAS}, 2, 1, wide_layers),
+        ("OuterTraffic", {"replicas": {**REPLICAS, "every": 9, "outer": {}}}, 1, 1, wide_layers),
+        ("tied", {"tied": REPLICAS}, 2, 2, tied_layers),
+    ],
 )
-def test_one_part_holds_the_engine(part, changes, replicas, monkeypatch):
-    """DeepSpeed calls it to average: docs/architecture.md said that no part does."""
+def test_few_parts_hold_the_engine(part, block, ranks, stages, layers, monkeypatch):
+    """DeepSpeed calls them to average: docs/architecture.md said that no part does."""
     monkeypatch.setenv(STORE, "127.0.0.1:9")  # is not connected to before the first step
-    for parts, found in run_ranks(replicas, known_between_replicas, changes, replicas):
+    for parts, found in run_ranks(ranks, known_in, block, stages, layers):
         assert part in parts
         assert found == ({(part, "engine")} if part in HOLDERS else set())
     page = (ROOT / "docs" / "architecture.md").read_text()
-    named = re.search(r"one exception:\n(.*?) holds the engine", page, re.DOTALL).group(1)
+    named = re.search(r"one exception:\n(.*?) hold the engine", page, re.DOTALL).group(1)
     assert re.findall(r"`(\w+)`", named) == list(HOLDERS)
 
 

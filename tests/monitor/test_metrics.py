@@ -12,8 +12,8 @@ from ds_compress.monitor.metrics import (
     CHANNEL,
     DASHBOARD,
     EVALUATIONS,
+    EXCHANGE,
     PIPELINE,
-    REPLICAS,
     stage_ms,
     transfer_ms,
     uncompressed_step_ms,
@@ -59,7 +59,7 @@ def test_the_page_on_metrics_explains_every_label():
     """A second table had other words for the same labels."""
     page = Path(__file__).parents[2] / "docs" / "metrics.md"
     explained = re.findall(r"^\| `[\w/]+/(\w+)` \|", page.read_text(), re.MULTILINE)
-    assert explained == [*CHANNEL, *PIPELINE, *REPLICAS, *EVALUATIONS]
+    assert explained == [*CHANNEL, *PIPELINE, *EXCHANGE, *EVALUATIONS]
 
 
 def channels(raw, wire, count=1):
@@ -69,15 +69,15 @@ def channels(raw, wire, count=1):
 
 def test_nothing_is_saved_where_headers_are_all_that_is_added():
     """A run of codec `none` once ended with "-2.2 kB saved"."""
-    line = summary(channels(1_000_000, 1_001_100), 1, 5, [], 1.0)
+    line = summary(channels(1_000_000, 1_001_100), 1, 5, [], 1.0, {}, {})
     assert line == "ds_compress: 2.00 MB sent instead of 2.00 MB, 2.2 kB more (1.00x) by step 5"
-    assert "1.50 MB saved (4.00x) by step 5" in summary(channels(1_000_000, 250_000), 1, 5, [], 1.0)
+    assert "1.50 MB saved (4.00x) by step 5" in summary(channels(1_000_000, 250_000), 1, 5, [], 1.0, {}, {})
 
 
 def test_boundaries_alike_are_named_once():
     """A line on six tensors once had 779 characters."""
     config = Config({"boundaries": {"1": {"forward": {"codec": "bf16"}}}})
-    line = announcement(config, channels(400, 200, 4), "eager", lambda place: "tensor 0 compressed")
+    line = announcement(config, channels(400, 200, 4), "eager", lambda place: "tensor 0 compressed", {})
     message = line.split("per message: ")[1]
     none = (
         "forward none 400 -> 200 bytes (2.00x) [tensor 0 compressed], backward none 400 -> 200 bytes (2.00x) "

@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from ds_compress.monitor.metrics import REPLICAS
+from ds_compress.monitor.metrics import EXCHANGE
 from tests.support.pipeline import batches, build, ds_config, log_lines, printed_lines
 from tests.support.ranks import run_ranks
 from tests.support.replicas import WIDE, wide_layers
@@ -45,7 +45,7 @@ def test_values_of_each_stage_are_written(stages, tmp_path):
                 found[path.stem.split(f"stage_{stage}_")[1]] = [
                     float(row[1]) for row in list(csv.reader(file))[1:]
                 ]
-        assert set(found) == set(REPLICAS) and set(found["members"]) == {2}
+        assert set(found) == set(EXCHANGE) and set(found["members"]) == {2}
         assert found["wire_bytes"] == [counters.wire_bytes / 2, counters.wire_bytes]
         # 4 matrices of 96 x 192 at 4 bytes: a ring with two replicas sends each byte once
         assert found["raw_bytes"][-1] == counters.raw_bytes == 4 * (8 // stages) * 96 * 192 * 4

@@ -72,8 +72,8 @@ def train(launch, stages, config, steps, specs="wide", launches=2):
     session.begin_step()
     wait_for_seats(launches * torch.distributed.get_world_size())
     losses = [engine.train_batch(data).item() for _ in range(steps)]
-    session.replicas.collect()
-    outer = session.replicas
+    outer = session.traffic["replicas"]
+    outer.collect()
     anchor = torch.cat(outer.anchor).numpy().tobytes()
     return {
         "losses": losses,
@@ -151,7 +151,7 @@ def test_a_replica_may_have_data_parallel_ranks_with_partitions(store):
 def round_seconds(launch):
     """The duration of a round as its thread has measured it, and as the monitor has it after later steps."""
     engine = build(1, ds_config(block(every=3, delay=3)), wide_layers())
-    data, outer = data_of(launch, engine), engine.ds_compress.replicas
+    data, outer = data_of(launch, engine), engine.ds_compress.traffic["replicas"]
     for _ in range(3):
         engine.train_batch(data)
     measured = outer._pending.result(300).seconds
@@ -206,7 +206,11 @@ def train_until_told(launch, stages, config):
     rank = torch.distributed.get_rank()
     is_again = client.add(f"test/runs/{launch}/{rank}", 1) > 1
     engine = build(stages, config, wide_layers())
-    data, outer, seen = data_of(launch, engine), engine.ds_compress.replicas, []  # members, since it is back
+    data, outer, seen = (
+        data_of(launch, engine),
+        engine.ds_compress.traffic["replicas"],
+        [],
+    )  # members, since it is back
     anchors, goes_on = {}, torch.ones(1)
     while goes_on:
         engine.train_batch(data)
@@ -244,7 +248,7 @@ def join_late(launch, config):
     if launch:
         client.wait(["test/begun"])
     engine = build(1, config, wide_layers())
-    data, outer = data_of(launch, engine), engine.ds_compress.replicas
+    data, outer = data_of(launch, engine), engine.ds_compress.traffic["replicas"]
     while not (outer._exchanges if launch else client.check(["test/end"])):
         engine.train_batch(data)
         if not launch and outer._exchanges > 1:
@@ -337,16 +341,16 @@ def freeze(launch, config, then):
     engine = build(1, config, wide_layers())
     data, parameters = data_of(launch, engine), list(engine.module.parameters())
     if then == "unfreeze":  # as if it had been frozen in deepspeed.initialize
-        del engine.ds_compress.replicas._trained[0]
-        return refusal(engine.ds_compress.replicas._check_trained, engine)
+        del engine.ds_compress.traffic["replicas"]._trained[0]
+        return refusal(engine.ds_compress.traffic["replicas"]._check_trained, engine)
     engine.ds_compress.begin_step()
     wait_for_seats(2)
     for step in range(9):
         if step == 4 and launch == 0:
             parameters[0].requires_grad = False
         engine.train_batch(data)
-    engine.ds_compress.replicas.collect()
-    return engine.ds_compress.replicas._members, digest(engine)
+    engine.ds_compress.traffic["replicas"].collect()
+    return engine.ds_compress.traffic["replicas"]._members, digest(engine)
 
 
 def test_a_parameter_that_is_frozen_later_stays_in_the_exchange(store):
@@ -365,7 +369,7 @@ def alone(launch, config, harm):
     """Lose the store in the middle of training; another one, with what `harm` says, takes its place."""
     lines = log_lines()
     engine = build(1, config, wide_layers())
-    data, outer = data_of(launch, engine), engine.ds_compress.replicas
+    data, outer = data_of(launch, engine), engine.ds_compress.traffic["replicas"]
     for _ in range(3):
         engine.train_batch(data)
     outer.collect()
@@ -390,7 +394,7 @@ def test_a_running_site_outlives_a_store_of_other_launches(harm, store):
 def cut_off(launch, config):
     """Train on without a store; each attempt to reach it fails at once."""
     engine = build(1, config, wide_layers())
-    data, outer = data_of(launch, engine), engine.ds_compress.replicas
+    data, outer = data_of(launch, engine), engine.ds_compress.traffic["replicas"]
     engine.train_batch(data)
     with mock.patch("ds_compress.sites.traffic.run_in_thread") as run:
         run.return_value.done.return_value = True
@@ -412,7 +416,7 @@ def test_a_running_site_outlives_a_connection_that_is_refused_at_once(store):
 def silent(launch, config):
     """Train while the store does not answer; return the losses, and the rounds after it answers again."""
     engine = build(1, config, wide_layers())
-    data, outer = data_of(launch, engine), engine.ds_compress.replicas
+    data, outer = data_of(launch, engine), engine.ds_compress.traffic["replicas"]
     engine.ds_compress.begin_step()
     answers, check = threading.Event(), outer._worker.store._store.check
 
