@@ -94,7 +94,7 @@ def with_recipe(block: Mapping[str, Any], key: str) -> dict[str, Any]:
     """
     if block.get("recipe") is None:
         return dict(block)
-    return with_changes(recipe(block["recipe"], key, block.get("quality") or DEFAULT), block)
+    return with_changes(recipe(block["recipe"], key, block.get("quality", DEFAULT)), block)
 
 
 def with_changes(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

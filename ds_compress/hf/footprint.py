@@ -59,6 +59,8 @@ class StageFootprint:
     """Micro-batches that keep activations at the same time, at link depth 1."""
     forward_flops: int
     backward_flops: int
+    tied_values: int = 0
+    """Values of a trained weight of which another stage has a copy."""
 
     @property
     def total(self) -> int:
@@ -81,6 +83,8 @@ def predict_footprint(settings: Settings, config: PretrainedConfig) -> list[Stag
     plain.quantizer = None  # fake tensors stay unquantized: activations do not depend on it
     sequences, micro_batches = settings.batch_sizes
     tokens, text = sequences * length, config.get_text_config()
+    shares = template.tied_head and not lora and len(bounds) > 2
+    tied = text.vocab_size * text.hidden_size if shares else 0
     found = []
     for stage, (start, end) in enumerate(pairwise(bounds)):
         own = part_ids[start:end]
@@ -95,7 +99,9 @@ def predict_footprint(settings: Settings, config: PretrainedConfig) -> list[Stag
         size, interval = (sequences, length), settings.activation_checkpoint_interval
         # it fails for a model that looks at its data
         with failures_at(f"{type(config).__name__}: memory cannot be predicted"):
-            kept, peak, left, *flops = _measure_passes(parts, interval, size, text.hidden_size, isolated)
+            kept, peak, left, forward, backward = _measure_passes(
+                parts, interval, size, text.hidden_size, isolated
+            )
         extra = max((p.numel() for p in parameters if is_quantized(p)), default=0) * template.dtype.itemsize
         if stage == len(bounds) - 2:  # DeepSpeed keeps logits of two earlier micro-batches, the graph of one
             logits = tokens * text.vocab_size * template.dtype.itemsize
@@ -109,7 +115,9 @@ def predict_footprint(settings: Settings, config: PretrainedConfig) -> list[Stag
                 kept,
                 peak - kept + extra,
                 min(len(bounds) - 1 - stage, micro_batches),
-                *flops,
+                forward,
+                backward,
+                tied if stage in (0, len(bounds) - 2) else 0,
             )
         )
     return found

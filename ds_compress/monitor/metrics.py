@@ -2,7 +2,8 @@
 
 A channel's values appear as `Train/Compression/boundary_{i}/{forward|backward}/{name}`, the pipeline's as
 `Train/Compression/{name}`, those of gradients between replicas as
-`Train/Compression/replicas/stage_{i}/{name}`, of tied weights as `Train/Compression/tied/stage_{i}/{name}`. All are those of the first pipeline replica.
+`Train/Compression/replicas/stage_{i}/{name}`, of tied weights as `Train/Compression/tied/stage_{i}/{name}`.
+All are those of the first pipeline replica.
 """
 
 import math

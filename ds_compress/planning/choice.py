@@ -134,6 +134,7 @@ class PipelineRecipe:
     eager: bool
     depth: int | str = 1  # or "auto"
     errors: LargestErrors = LargestErrors()
+    exchanged: int = 0  # bytes of tied weights, as in `TransferPlan`
     budgets: Sequence[MemoryBudget] = ()  # by stage; `packets` is filled in from the recipe
 
     def is_within(self, limits: ErrorLimits) -> bool:
@@ -249,7 +250,7 @@ def rank(workload: Workload, networks: LinkSpeeds, recipes: Sequence[PipelineRec
 
 
 def _row(workload: Workload, networks: LinkSpeeds, recipe: PipelineRecipe) -> dict[str, Any]:
-    plan = TransferPlan(recipe.forward, recipe.backward, recipe.eager)
+    plan = TransferPlan(recipe.forward, recipe.backward, recipe.eager, exchanged=recipe.exchanged)
     both = [forward.nbytes + backward.nbytes for forward, backward in zip(recipe.forward, recipe.backward)]
     ends = zip(recipe.budgets, [0, *both], [*both, 0])
     budgets = [replace(budget, packets=float(before + after)) for budget, before, after in ends]

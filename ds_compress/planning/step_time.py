@@ -59,6 +59,7 @@ class TransferPlan:
     backward: MessageCost | tuple[MessageCost, ...]
     eager: bool
     depth: int = 1  # more needs an eager link
+    exchanged: int = 0  # bytes of gradients of tied weights that a stage sends after the last backward pass
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,16 @@ def step_seconds(workload: Workload, plan: TransferPlan, network: LinkSpeeds) ->
     Args:
         network: of every boundary, or one per boundary.
     """
-    return _Replay(workload, plan, network).run()
+    return _Replay(workload, plan, network).run() + _exchange_seconds(workload, plan, network)
+
+
+def _exchange_seconds(workload: Workload, plan: TransferPlan, network: LinkSpeeds) -> float:
+    """Return the seconds in which stages exchange gradients of tied weights, to their owners and back."""
+    links = [_at(network, boundary) for boundary in range(workload.stages - 1)]
+    if not plan.exchanged or not links:
+        return 0.0
+    slowest = min(link.bandwidth for link in links)
+    return plan.exchanged / slowest + 2 * max(link.latency for link in links)
 
 
 def predict(workload: Workload, plan: TransferPlan, network: LinkSpeeds) -> Prediction:

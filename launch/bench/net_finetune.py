@@ -104,9 +104,12 @@ class Task:
 
     @property
     def megabits(self) -> float:
-        """Of the messages of a step, uncompressed, both directions."""
-        hidden = json.loads((self.model / "config.json").read_text())["hidden_size"]
-        return 2 * 32 * self.tokens * hidden / 1e6
+        """Of what a stage waits for in a step, uncompressed: messages of both directions, and the gradient of
+        a tied embedding, of which both stages send at the same time."""
+        config = json.loads((self.model / "config.json").read_text())
+        is_tied = config.get("tie_word_embeddings") and not self.lora
+        values = 2 * self.tokens + (config["vocab_size"] if is_tied else 0)
+        return 32 * values * config["hidden_size"] / 1e6
 
     def settings(self, folder: Path, recipe: str, steps: int) -> dict[str, Any]:
         """Return train.json of a run in `folder`."""

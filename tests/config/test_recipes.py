@@ -85,11 +85,12 @@ def test_the_first_line_names_it():
 
 
 def test_classes_of_quality_are_recipes():
-    """Without feedback, which harms gradients of few bits; without a warm-up, whose fp32 would
+    """Messages without feedback, which harms gradients of few bits; without a warm-up, whose fp32 would
     cap the ratio."""
     for name in ("safe", "balanced", "aggressive"):
         block = recipes.recipe(name, KEY)
-        assert set(block) == {*DIRECTIONS} and all(set(block[direction]) == {"codec"} for direction in block)
+        assert set(block) == {*DIRECTIONS, "tied"}
+        assert all(set(block[direction]) == {"codec"} for direction in DIRECTIONS)
     assert {*LIMITS} <= {*NAMES}
 
 
@@ -101,6 +102,16 @@ def test_auto_alone_is_enough():
     assert config.quality == DEFAULT and config.block.link.depth == "auto"
     assert config.in_force.codecs(0).settings == Config({}).in_force.codecs(0).settings
     assert Config({}).quality is None
+
+
+@pytest.mark.parametrize("quality", [None, *LIMITS])
+def test_auto_sends_tied_weights_as_the_recipe_of_its_quality(quality):
+    """Else full fine-tuning of a tied model gains nothing: its embedding dwarfs all messages."""
+    auto = {**AUTO, **({"quality": quality} if quality else {})}
+    found = Config(auto).tied_codec
+    expected = Config({"recipe": quality or DEFAULT}).tied_codec
+    assert str(found) == str(expected) and (found is None) == (quality == "lossless")
+    assert Config({**auto, "tied": {"codec": "none"}}).tied_codec is None
 
 
 def test_classes_are_in_order():

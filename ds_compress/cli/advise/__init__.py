@@ -50,6 +50,13 @@ def add_parser(subparsers: Any) -> None:
         help="with --finetune: operations that a GPU computes in a second of training, in units of 10^12",
     )
     parser.add_argument(
+        "--tied",
+        type=integer(1, 10**12),
+        metavar="VALUES",
+        help="values of a trained weight that the first and the last stage share, such as vocabulary x width "
+        "of a tied embedding: its gradient is exchanged in each step; --finetune finds it",
+    )
+    parser.add_argument(
         "--micro-batches",
         type=integer(1, 10_000),
         help="micro-batches of a step, gradient_accumulation_steps",

@@ -6,20 +6,25 @@ For a train.json, memory, compute times and messages follow from the config of i
 import argparse
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ds_compress.cli.advise.from_args import evaluate_from_args, message_spec
 from ds_compress.cli.arguments import DTYPES
 from ds_compress.cli.check import read_block
 from ds_compress.cli.console import importing_deepspeed
-from ds_compress.config import Config
-from ds_compress.config.recipes import ErrorLimits
+from ds_compress.codec import TensorSpec
+from ds_compress.config import KEY, Config
+from ds_compress.config.recipes import ErrorLimits, recipe
 from ds_compress.errors import CompressionError, errors_at
 from ds_compress.planning import choice
 from ds_compress.planning.choice import Candidate, PipelineRecipe
 from ds_compress.planning.depth import MemoryBudget
 from ds_compress.planning.step_time import LinkSpeed, Workload
+from ds_compress.replicas.slices import slice_numel
 
 if TYPE_CHECKING:
     from ds_compress.hf.footprint import StageFootprint
@@ -39,13 +44,15 @@ def list_recipes(
         footprint: of each stage, where it was predicted.
     """
     spec, boundaries, found = message_spec(args), args.stages - 1, list[PipelineRecipe]()
+    tied = _tied(args, footprint)
     for name, block in files.items():
         with errors_at(f"recipe {name}"):
             own = Config(block).block.link
             evaluation = evaluate_from_args(Candidate(name, block, is_separable=False), args)
         budgets = _budgets(args, footprint, own.memory_gb)
         link = {"eager": own.mode == "eager", "depth": own.depth, "budgets": budgets}
-        found.append(choice.build_recipe(name, [evaluation] * boundaries, link))
+        built = choice.build_recipe(name, [evaluation] * boundaries, link)
+        found.append(replace(built, exchanged=exchanged_bytes(block, tied)))
     if not files:
         evaluations = [
             evaluate_from_args(candidate, args)
@@ -54,9 +61,33 @@ def list_recipes(
         ]
         link = {"eager": True, "depth": args.depth, "budgets": _budgets(args, footprint)}
         found = choice.combine([evaluations] * boundaries, [network] * boundaries, limits, **link)
+        if tied:
+            others = {key: value for key, value in recipe(args.quality, KEY).items() if key == "tied"}
+            sent = exchanged_bytes(others, tied)
+            found = [replace(own, block={**own.block, **others}, exchanged=sent) for own in found]
     usable = [recipe for recipe in found if math.isfinite(max(recipe.errors))]
     raw_bytes = [spec.nbytes] * boundaries
-    return [choice.uncompressed_recipe(raw_bytes, raw_bytes), *usable]
+    stock = choice.uncompressed_recipe(raw_bytes, raw_bytes)
+    return [replace(stock, exchanged=exchanged_bytes({}, tied)), *usable]
+
+
+def exchanged_bytes(block: dict[str, Any], values: int) -> int:
+    """Return the bytes that each of two stages sends in a step to sum the gradients of a tied weight.
+
+    Args:
+        block: of the recipe; without a codec for tied weights they are sent in fp32.
+        values: of the weight.
+    """
+    codec = Config(block).tied_codec if values else None
+    if codec is None:
+        return 4 * values
+    half = TensorSpec((slice_numel(values, 2),), torch.float32)
+    return 2 * sum(TensorSpec(*part).nbytes for part in codec.layout(half))
+
+
+def _tied(args: argparse.Namespace, footprint: "Sequence[StageFootprint]") -> int:
+    """Return the values of a trained weight that two stages share."""
+    return args.tied or max((own.tied_values for own in footprint), default=0)
 
 
 def _budgets(
