@@ -62,8 +62,8 @@ class RecordedRun:
         return _sum(self._by_stage(kind, name))
 
     def _by_stage(self, kind: str, name: str) -> list[Series]:
-        labels = (exchange_label(kind, stage, name) for stage in range(self.boundaries + 1))
-        return [self.series[each] for each in labels if each in self.series]
+        form = re.escape(exchange_label(kind, 0, name)).replace("0", r"\d+", 1)
+        return [own for each, own in self.series.items() if re.fullmatch(form, each)]
 
     def rounds(self) -> dict[str, float]:
         """Return what rounds of replicas that are launched apart were like; empty if there were none.

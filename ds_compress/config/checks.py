@@ -40,10 +40,11 @@ def _of_codecs(settings: CodecSettings) -> dict[str, str]:
     compresses = any(codec.name != "none" for codec, _ in pairs)
     forward = any(settings.codecs(number).forward.name != "none" for number in settings.configured_boundaries)
     nothing = "" if compresses else "no codec is set, so nothing is compressed"
+    warms_up = compresses or settings.block.tied.codec not in ("none", {"name": "none"})
     positions = "" if settings.block.tensors == "large" else "tensors names positions, whatever their size"
     return {
-        "warmup_steps": nothing,
-        "warmup_epochs": nothing,
+        "warmup_steps": "" if warms_up else nothing,
+        "warmup_epochs": "" if warms_up else nothing,
         "tensors": nothing,
         "min_numel": nothing or positions,
         "eval": nothing or ("" if forward else "activations have no codec"),

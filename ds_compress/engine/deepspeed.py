@@ -106,7 +106,7 @@ USED = {
         read=(
             *("mpu", "bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition"),
             *("fp32_groups_gradients", "fp32_groups_gradients_flat", "fp32_groups_gradient_flat_partition"),
-            "_update_hp_grad",
+            *("_update_hp_grad", "grad_acc_dtype"),
         ),
         optional=("torch_autocast_gradscaler",),
     ),
@@ -300,13 +300,14 @@ def tied_weights(module: Any) -> Iterator[tuple[int, int, Tensor]]:
             yield keys.index(key), position, module._recursive_getattr(module.tied_modules[key], name)
 
 
-def tied_gradient(engine: Any, weight: Any) -> Tensor:
-    """Return the gradient of a tied weight that DeepSpeed sums over stages; zeros if it has none."""
-    if engine.using_bf16_optimizer:
-        return weight._hp_grad
-    if weight.grad is None:
-        weight.grad = torch.zeros_like(weight)
-    return weight.grad
+def tied_itemsize(engine: Any, weight: Any) -> int:
+    """Return the bytes per value of the gradient of a tied weight that DeepSpeed sums over stages."""
+    return (engine.optimizer.grad_acc_dtype if engine.using_bf16_optimizer else weight.dtype).itemsize
+
+
+def tied_gradient(engine: Any, weight: Any) -> Tensor | None:
+    """Return the gradient of a tied weight that DeepSpeed sums over stages; None if it has none."""
+    return weight._hp_grad if engine.using_bf16_optimizer else weight.grad
 
 
 def reduced_gradients(engine: Any) -> list[tuple[Any, Tensor | None]]:

@@ -30,6 +30,7 @@ from ds_compress.engine.intercept import PointToPoint, as_announced
 from ds_compress.engine.message_path import MessagePath
 from ds_compress.engine.mixin import CompressedEngine
 from ds_compress.engine.stage import Instruction, Stage
+from ds_compress.engine.tied import reduce_tied_gradients
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary, Channel
 from ds_compress.transport.p2p import PeerTimeout, Receiver, Sender
@@ -264,6 +265,7 @@ class CompressedDualPipeV(CompressedEngine):
         schedule.SendGrad: _around(schedule.SendGrad, Instruction.SEND_GRAD),
         schedule.RecvGrad: _around(schedule.RecvGrad, Instruction.RECV_GRAD),
         schedule.CommitP2P: _run_commit,
+        schedule.ReduceTiedGrads: reduce_tied_gradients,
     }
 
     def _queue_p2p(self, operation: Any, tensors: list[Tensor], stage: int) -> None:

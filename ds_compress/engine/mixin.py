@@ -22,6 +22,7 @@ from ds_compress.engine.deepspeed import DEEPSPEED, is_deepspeeds
 from ds_compress.engine.intercept import receiving
 from ds_compress.engine.session import Session
 from ds_compress.engine.stage import Instruction
+from ds_compress.engine.tied import reduce_tied_gradients
 from ds_compress.message.channel import Mode
 from ds_compress.message.layout import tensors_in
 from ds_compress.monitor.metrics import EVAL_LOSS, label
@@ -82,14 +83,6 @@ def _around_receive(kind: type, instruction: Instruction) -> Callable[..., None]
     return run_receive
 
 
-def _reduce_tied_gradients(engine: Any) -> None:
-    """Run instead of DeepSpeed's all-reduce of the gradients of tied weights."""
-    session = engine.ds_compress
-    original = session.path.original[schedule.ReduceTiedGrads]
-    if session.tied is None or not is_deepspeeds(original) or not session.tied.all_reduce():
-        original(engine)
-
-
 class CompressedEngine(_Engine):
     """Runs DeepSpeed's pipeline with every stage message in one packet.
 
@@ -110,7 +103,7 @@ class CompressedEngine(_Engine):
         schedule.RecvActivation: _around_receive(schedule.RecvActivation, Instruction.RECV_ACTIVATION),
         schedule.SendGrad: _around_send(schedule.SendGrad, Instruction.SEND_GRAD),
         schedule.RecvGrad: _around_receive(schedule.RecvGrad, Instruction.RECV_GRAD),
-        schedule.ReduceTiedGrads: _reduce_tied_gradients,
+        schedule.ReduceTiedGrads: reduce_tied_gradients,
     }
     """By instruction, what runs instead of DeepSpeed's function; functions, as a subclass of the engine may
     have methods of any name."""

@@ -183,8 +183,7 @@ def check_optimizer(engine: Any, options: ReplicasOptions, codec: Codec) -> None
             "partitions cut matrices; use 'quantize', train without ZeRO, or in bf16 set "
             "data_types.grad_accum_dtype 'fp32'"
         )
-    scalers = (engine, "torch_autocast_z0_gradscaler"), (optimizer, "torch_autocast_gradscaler")
-    if any(getattr(owner, name, None) is not None for owner, name in scalers):
+    if has_autocast_scaler(engine):
         raise CompressionError(
             f"{KEY}.replicas: torch_autocast to float16 is not allowed: residuals would contain its loss "
             "scale; use bfloat16, or fp16"
@@ -196,6 +195,12 @@ def check_optimizer(engine: Any, options: ReplicasOptions, codec: Codec) -> None
                 f"{KEY}.replicas: DeepSpeed {deepspeed.__version__} has no {name} in its "
                 f"{base.__name__}; leave replicas out"
             )
+
+
+def has_autocast_scaler(engine: Any) -> bool:
+    """Return whether torch_autocast scales the loss by itself."""
+    scalers = (engine, "torch_autocast_z0_gradscaler"), (engine.optimizer, "torch_autocast_gradscaler")
+    return any(getattr(owner, name, None) is not None for owner, name in scalers)
 
 
 def mix_in(optimizer: Any, traffic: Any) -> None:

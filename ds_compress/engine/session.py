@@ -89,7 +89,7 @@ class Session:
         self.path = make_path(engine, config, p2p, original, left_alone, self.depth.now)
         self.stage = self.path.stage
         self.gradients = connect_replicas(engine, config)
-        self.tied, tied = connect_copies(engine, config)
+        self.tied, tied = connect_copies(engine, config, original)
         exchanges = [each for each in (self.gradients, self.tied) if each is not None]
         self.stage.groups += [each.exchange.replicas.group for each in exchanges]
         self.traffic = {each.kind: each for each in (*exchanges, outer) if each is not None}

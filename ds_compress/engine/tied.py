@@ -8,25 +8,39 @@ DeepSpeed all-reduces it in full after the last backward pass of each step: [voc
 model far more than all messages of the step. Copies stay equal, as all decode the same packets.
 """
 
+import logging
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 from torch import distributed as dist
 
-from ds_compress.config import Config
-from ds_compress.engine.deepspeed import loss_scale, tied_gradient
+from ds_compress.config import KEY, Config
+from ds_compress.engine.deepspeed import is_deepspeeds, loss_scale, tied_gradient, tied_itemsize
+from ds_compress.engine.optimizers import has_autocast_scaler
 from ds_compress.engine.traffic import GradientTraffic, describe
-from ds_compress.replicas.exchange import Exchange, Replicas
+from ds_compress.replicas.exchange import Exchange, Replicas, replica_failures
 from ds_compress.replicas.slices import DTYPES, Gradient, is_compressed
+from ds_compress.transport import staging
 from ds_compress.transport.collectives import all_gather
+
+logger = logging.getLogger("ds_compress")
 
 BLOCK_BYTES = 32 * 10**6
 """Most bytes of uncompressed gradients in one exchange: while it is under way, the next is encoded."""
-
-
 CONTENT, BETWEEN = "gradients of tied weights", "stages"
+
+
+class _Block(NamedTuple):
+    """Rows of a weight that are exchanged together."""
+
+    weight: Tensor
+    start: int  # among its values
+    end: int
+    width: int  # values of a row
 
 
 class TiedTraffic(GradientTraffic):
@@ -43,28 +57,18 @@ class TiedTraffic(GradientTraffic):
             ranks: that have copies.
         """
         assert config.tied_codec is not None
-        self._weights = _weights_of(engine.module, ranks)
-        self._blocks = [
-            (weight, rows) for weight in self._weights for rows in _blocks(weight.shape[0], weight[0].numel())
-        ]
-        # all copies draw the same random bits, and no replicas of a stage do
-        replicas = Replicas(
-            len(ranks),
-            dist.get_rank(group),
-            group,
-            engine.num_stages,
-            CONTENT,
-            BETWEEN,
-        )
-        widths = {number: weight[0].numel() for number, (weight, _) in enumerate(self._blocks)}
+        weights = _weights_of(engine.module, ranks)
+        self._blocks = [block for weight in weights for block in _cut(weight)]
+        # a stage beyond the last one: all copies agree on it, and gradients between replicas have another
+        replicas = Replicas(len(ranks), dist.get_rank(group), group, engine.num_stages, CONTENT, BETWEEN)
         exchange = Exchange(
             replicas,
             config.tied_codec,
             BLOCK_BYTES,
             config.block.seed,
             config.block.link.checksum,
-            engine.communication_data_type.itemsize,
-            widths=widths,
+            max(tied_itemsize(engine, weight) for weight in weights),
+            widths={number: block.width for number, block in enumerate(self._blocks)},
         )
         super().__init__(engine, config, exchange)
         self._config = config
@@ -79,67 +83,105 @@ class TiedTraffic(GradientTraffic):
         engine = self._engine
         if not self.is_warm:
             return False
-        gradients, copies = dict[int, Tensor](), list[tuple[Tensor, Tensor]]()
+        ours = {id(block.weight): block.weight for block in self._blocks}
         for weight, group in engine.module.get_tied_weights_and_groups():
-            if not weight.requires_grad:
+            gradient = tied_gradient(engine, weight)
+            if id(weight) not in ours and gradient is not None:
+                with replica_failures(self.exchange.replicas):
+                    dist.all_reduce(gradient, group=group)
+        found, flat = dict[int, Tensor](), dict[int, Tensor]()
+        for key, weight in ours.items():
+            if not weight.requires_grad:  # no longer
                 continue
             gradient = tied_gradient(engine, weight)
-            if not any(weight is each for each in self._weights):
-                dist.all_reduce(gradient, group=group)
-                continue
-            flat = gradients[id(weight)] = gradient.contiguous().view(-1)
-            if flat.data_ptr() != gradient.data_ptr():
-                copies.append((gradient, flat))
+            if gradient is None:  # other stages have one
+                gradient = weight.grad = torch.zeros_like(weight)
+            found[key], flat[key] = gradient, gradient.contiguous().view(-1)
         parts = [
-            Gradient(number, gradients[id(weight)][rows.start * width : rows.stop * width])
-            for number, (weight, rows) in enumerate(self._blocks)
-            if id(weight) in gradients
-            for width in [weight[0].numel()]
+            Gradient(number, flat[id(block.weight)][block.start : block.end])
+            for number, block in enumerate(self._blocks)
+            if id(block.weight) in flat
         ]
         self.exchange.average(parts, 1.0, loss_scale(engine), engine.global_steps)
-        for gradient, flat in copies:
-            gradient.copy_(flat.view_as(gradient))
+        for key, gradient in found.items():
+            if flat[key].data_ptr() != gradient.data_ptr():
+                gradient.copy_(flat[key].view_as(gradient))
         return True
 
 
-def connect_copies(engine: Any, config: Config) -> tuple[TiedTraffic | None, str]:
+def reduce_tied_gradients(engine: Any) -> None:
+    """Run instead of DeepSpeed's all-reduce of the gradients of tied weights."""
+    session = engine.ds_compress
+    if session.tied is None or not session.tied.all_reduce():
+        session.path.original[schedule.ReduceTiedGrads](engine)
+
+
+def connect_copies(
+    engine: Any, config: Config, original: Mapping[type, Any]
+) -> tuple[TiedTraffic | None, str]:
     """Return what exchanges the gradients of this rank's tied weights, with a process group of its own, and
     what the start-up line says of all ranks; None if this rank has none, "" if no rank has. Every rank of the
     job calls it.
 
-    Weights that other stages share than the first one of this rank stay exact.
+    Where it is not possible, they stay exact, and rank 0 logs why. A rank takes part for the first set of
+    stages that it shares a weight with: weights that other sets share stay exact.
+
+    Args:
+        original: DeepSpeed's functions, by instruction.
     """
     if config.tied_codec is None:
         return None, ""
-    found = [shared["ranks"] for shared in engine.module.tied_comms.values()]
-    own: list[int] = next(
-        (ranks for ranks in found if len(ranks) > 1 and _weights_of(engine.module, ranks)), []
-    )
+    found = [each["ranks"] for each in engine.module.tied_comms.values()]
+    shared = (ranks for ranks in found if len(ranks) > 1 and _weights_of(engine.module, ranks))
+    own: list[int] = next(shared, [])
     mine = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=engine.device)
     if own:
         mine[own] = 1
-    limit, groups = timedelta(seconds=config.block.link.timeout_s), dict[tuple[int, ...], Any]()
-    for row in all_gather(mine):
-        ranks = tuple(row.nonzero().flatten().tolist())
-        if ranks and ranks not in groups:
-            groups[ranks] = dist.new_group(ranks, timeout=limit)
-    said = describe(f"{CONTENT} between {BETWEEN}", config.tied_codec, config.warmup_steps) if groups else ""
-    return TiedTraffic(engine, config, groups[tuple(sorted(own))], own) if own else None, said
+    chosen = [tuple(row.nonzero().flatten().tolist()) for row in all_gather(mine)]
+    agreed = sorted({ranks for ranks in chosen if ranks and all(chosen[rank] == ranks for rank in ranks)})
+    why = _why_exact(engine, original) if agreed else ""
+    if not agreed and config.block.recipe is None:  # a recipe may have nothing to do
+        why = "no trained weight of 16,384 values or more is on several stages"
+    if why and engine.global_rank == 0:
+        logger.warning("ds_compress: %s.tied has no effect: %s", KEY, why)
+    if why or not agreed:
+        return None, ""
+    limit = timedelta(seconds=config.block.link.timeout_s)
+    groups = {ranks: dist.new_group(ranks, timeout=limit) for ranks in agreed}
+    said = describe(f"{CONTENT} between {BETWEEN}", config.tied_codec, config.warmup_steps)
+    group = groups.get(tuple(sorted(own)))
+    return TiedTraffic(engine, config, group, own) if group is not None else None, said
+
+
+def _why_exact(engine: Any, original: Mapping[type, Any]) -> str:
+    """Return why gradients of tied weights are left to DeepSpeed, "" if they are not; alike on all ranks."""
+    if staging.is_needed(engine.device):
+        return f"gloo has no all-to-all for memory of a {engine.device.type}"
+    if has_autocast_scaler(engine):
+        return "torch_autocast to float16 has a loss scale of its own; use bfloat16, or fp16"
+    if not is_deepspeeds(original.get(schedule.ReduceTiedGrads)):
+        return "the engine has a function of its own for ReduceTiedGrads"
+    return ""
 
 
 def _weights_of(module: Any, ranks: list[int]) -> list[Tensor]:
-    """Return the weights that `ranks` have copies of and that are large enough, in an order that is the same
-    on all of them."""
+    """Return the trained weights that `ranks` have copies of and that are large enough, in an order that is
+    the same on all of them."""
     return [
         weight
         for weight, group in module.get_tied_weights_and_groups()
         if dist.get_process_group_ranks(group) == sorted(ranks)
         and is_compressed(weight)
+        and weight.requires_grad
         and weight.dtype in DTYPES
     ]
 
 
-def _blocks(rows: int, width: int) -> list[range]:
-    """Cut the rows of a weight into blocks of one exchange each."""
-    most = max(1, BLOCK_BYTES // (4 * width))
-    return [range(first, min(first + most, rows)) for first in range(0, rows, most)]
+def _cut(weight: Tensor) -> list[_Block]:
+    """Cut a weight into blocks of rows."""
+    width = weight[0].numel()
+    most = max(1, BLOCK_BYTES // (4 * width)) * width
+    return [
+        _Block(weight, start, min(start + most, weight.numel()), width)
+        for start in range(0, weight.numel(), most)
+    ]

@@ -327,7 +327,7 @@ class Monitor(RuntimePart):
         self._written_gradients = self._gradients
         for kind in self._exchanged:
             for stage, values in enumerate(self._gradients[kind]):
-                if not values["members"]:  # this stage exchanges none
+                if kind == "tied" and not values["members"]:  # this stage has no copy
                     continue
                 last = before[kind][stage] if before else dict.fromkeys(values, 0.0)
                 raw, wire = (values[key] - last[key] for key in ("raw_bytes", "wire_bytes"))

@@ -13,7 +13,7 @@ from ds_compress.cli import main
 from ds_compress.cli.report import headlines, summarize
 from ds_compress.cli.runs import LOSS, headline, read_runs
 from ds_compress.config import DIRECTIONS
-from ds_compress.monitor.metrics import label, replicas_label
+from ds_compress.monitor.metrics import exchange_label, label
 from tests.support.launch_scripts import read_run, write_csv
 
 PLOTS = {"loss.png", "bytes.png", "step_time.png"}
@@ -76,7 +76,7 @@ def test_bytes_between_replicas(tmp_path, capsys):
         write_csv(folder, LOSS, [(32, 2.0), (64, 1.0)])
         for stage in range(2 if wire else 0):
             for what, each in (("raw_bytes", 2000), ("wire_bytes", wire)):
-                write_csv(folder, replicas_label(stage, what), [(x, each * x) for x in (32, 64)])
+                write_csv(folder, exchange_label("replicas", stage, what), [(x, each * x) for x in (32, 64)])
     row = summarize(read_run(tmp_path / "quantize"))
     assert row["ratio between replicas"] == 8 and row["MB between replicas"] == 2 * 250 * 64 / 1e6
     paths = [str(tmp_path / name) for name in ("quantize", "none")]
@@ -100,7 +100,7 @@ def test_rounds_between_launches(tmp_path):
         for name, each in values.items():
             factor = stage + 1 if name == "round_s" else 1
             points = [(at, factor * value) for at, value in zip((32, 64, 96), each)]
-            write_csv(folder, replicas_label(stage, name), points)
+            write_csv(folder, exchange_label("replicas", stage, name), points)
     run = read_run(tmp_path / "apart")
     assert "40x fewer bytes between replicas, 3 rounds of 2 to 3 replicas, 2 MB and 6 s each" in headline(
         run, None

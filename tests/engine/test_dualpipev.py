@@ -5,12 +5,14 @@ from types import SimpleNamespace
 import deepspeed
 import pytest
 import torch
+from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from tests.support.pipeline import (
     WIDTH,
+    Block,
     Causal,
     batches,
     ds_config,
@@ -26,6 +28,7 @@ from tests.support.pipeline import (
 )
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
+from tests.support.replicas import tied_layers
 
 dualpipev = pytest.importorskip("deepspeed.runtime.pipe.dualpipev", reason="this DeepSpeed has no DualPipeV")
 
@@ -287,3 +290,43 @@ def test_the_guard_stops_all_ranks(block, limits, output):
     ranks = run_ranks(2, guarded, {**block, "guard": {"every": 2, "action": "stop", **limits}})
     (line,) = {rank["error"] for rank in ranks}
     assert line.startswith(f"ds_compress: guard: after step 2 {output}") and len(ranks[0]["losses"]) == 1
+
+
+def neighbours():
+    """Stages 0 and 1, on different ranks, share a weight."""
+    first, _, _, last = tied_layers(4 * WIDTH)
+    return [first, last, LayerSpec(Block, 4 * WIDTH), LayerSpec(Block, 4 * WIDTH)]
+
+
+def ends():
+    return tied_layers(4 * WIDTH)
+
+
+def train_tied(block, specs=ends):
+    """The losses and the weights with tied layers, and the line at the start."""
+    with printed_lines("ds_compress") as lines:
+        engine = build(2, block, specs())
+        data = batches(shape=(8, 4 * WIDTH))
+        losses = [engine.train_batch(data).item() for _ in range(2)]
+    return losses, weights(engine), lines
+
+
+def test_copies_on_two_ranks_exchange_their_gradients():
+    """The line at the start promised it, and none was compressed."""
+    tied = {"tied": {"codec": {"name": "quantize", "bits": 4}, "feedback": "ef"}}
+    ours, stock = run_ranks(2, train_tied, tied, neighbours), run_ranks(2, train_tied, None, neighbours)
+    copies = [value for _, own, _ in ours for name, value in own.items() if "tied_modules" in name]
+    assert len(copies) == 2 and torch.equal(*copies)
+    assert "gradients of tied weights between stages: quantize" in ours[0][2][0]
+    assert not same_weights(ours[0][1], stock[0][1])
+    assert ours[0][0] == pytest.approx(stock[0][0], rel=0.02)
+
+
+def test_tied_weights_are_on_one_rank_and_sent_nowhere():
+    """The first and the last stage are on rank 0, which has one copy."""
+    tied = {"tied": {"codec": {"name": "quantize", "bits": 2}}}
+    for (losses, ours, lines), (stock, theirs, _) in zip(
+        run_ranks(2, train_tied, tied), run_ranks(2, train_tied, None)
+    ):
+        assert losses == stock and same_weights(ours, theirs)
+        assert not any("tied" in line for line in lines)

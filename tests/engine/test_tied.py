@@ -7,15 +7,18 @@ import math
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
 from torch import nn
 
+import ds_compress
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.monitor.metrics import EXCHANGE
 from tests.support.pipeline import Block, batches, build, ds_config, log_lines, printed_lines, skip_steps
 from tests.support.pipeline_kinds import fp16_on_cpu
 from tests.support.ranks import run_ranks
-from tests.support.replicas import WIDE, Projection, digest, tied_layers
+from tests.support.replicas import WIDE, Projection, digest, tied_layers, wide_layers
 
 ZERO_1 = {"zero_optimization": {"stage": 1}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
@@ -89,16 +92,20 @@ SPECS = {
         *(back("deep"), tie("inner"), wide()),
         *(scale(forward_fn=grown), wide(), back("outer")),
     ],
+    # two weights that overlapping sets of stages share: the second stays exact
+    "chain": lambda: [
+        *(tie("a"), wide(), back("a"), tie("b"), wide(), back("b")),
+    ],
     "frozen": lambda: [
         *(tie("outer"), back("outer"), LayerSpec(Block, WIDE), frozen()),
         *(frozen(forward_fn=transposed), tie("outer"), wide(), back("outer")),
     ],
 }
 """A stage without weights of its own is nothing for DeepSpeed's BF16_Optimizer, which clips by their norm."""
-STAGES = {"ends": 2, "three": 3, "several": 4, "frozen": 2}
+STAGES = {"ends": 2, "three": 3, "several": 4, "chain": 3, "frozen": 2}
 
 
-CASES = [("ends", 1), ("ends", 2), ("three", 1), ("several", 1), ("frozen", 1)]
+CASES = [("ends", 1), ("ends", 2), ("three", 1), ("several", 1), ("chain", 1), ("frozen", 1)]
 """A pipeline of `SPECS`, and replicas."""
 
 
@@ -174,8 +181,10 @@ def test_copies_stay_equal_and_learn_the_same(kind, specs, replicas):
     for mine, theirs in zip(ours, stock):
         assert mine["losses"] == pytest.approx(theirs["losses"], rel=0.02)
         if sent := mine["sent"]:
-            assert 7 < sent.raw_bytes / sent.wire_bytes < 7.6 or "fp32" not in kind
-    assert sum(each["sent"] is not None for each in ours) == replicas * STAGES[specs]
+            itemsize = 2 if kind in ("fp16 zero 1", "bf16") else 4
+            assert 7 < sent.raw_bytes / sent.wire_bytes * 4 / itemsize < 7.6, kind
+    exchanging = {**STAGES, "chain": 2}[specs]
+    assert sum(each["sent"] is not None for each in ours) == replicas * exchanging
 
 
 def test_what_is_lost_comes_later():
@@ -241,6 +250,45 @@ def watched(specs, config):
             engine.train_batch(data)
     session = engine.ds_compress
     return lines, session.monitor.summary(), session.tied.exchange.sent
+
+
+original = PipelineEngine._INSTRUCTION_MAP[ReduceTiedGrads]
+
+
+class Foreign(PipelineEngine):
+    """An engine that reduces tied gradients by itself."""
+
+    def reduce(self):
+        original(self)
+
+    _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, ReduceTiedGrads: reduce}
+
+
+def told(specs, block, foreign):
+    logged = log_lines()
+    with printed_lines("ds_compress") as lines:
+        engine = build(2, ds_config(), specs())
+        if foreign:
+            engine.__class__ = Foreign
+        ds_compress.attach(engine, block)
+        data = batches(0, shape=(8, WIDE))
+        engine.train_batch(data)
+    return engine.ds_compress.tied is None, [line for line in [*logged, *lines] if "tied" in line]
+
+
+@pytest.mark.parametrize(
+    ("specs", "block", "foreign", "says"),
+    [
+        (wide_layers, TIED, False, "no trained weight"),
+        (wide_layers, {"recipe": "safe", "min_numel": 0}, False, ""),
+        (tied_layers, TIED, True, "the engine has a function of its own for ReduceTiedGrads"),
+    ],
+)
+def test_what_has_no_effect_is_said(specs, block, foreign, says):
+    """A recipe alone may have nothing to do."""
+    for rank, (is_exact, lines) in enumerate(run_ranks(2, told, specs, block, foreign)):
+        assert is_exact and len(lines) == bool(says and rank == 0)
+        assert all(f"ds_compress.tied has no effect: {says}" in line for line in lines)
 
 
 def test_bytes_are_said_and_written(tmp_path):

@@ -28,6 +28,7 @@ SAYS = {
     "crash-reduce": r"ValueError: a mistake in the model",
     "kill-exchange": r"gradients between replicas: .*(" + GONE + ")",
     "stop-exchange": SILENT,
+    "kill-tied": r"gradients of tied weights between stages: .*(" + GONE + ")",
     "stop-loss": SILENT,
     "stop-save": SILENT,
     "stop-load": SILENT,
@@ -45,6 +46,7 @@ FAST = [
     ("crash-reduce", 2, "blocking", 1),
     ("kill-exchange", 1, "eager", 1),
     ("stop-exchange", 2, "eager", 1),
+    ("kill-tied", 1, "eager", 1),
     ("stop", 1, "eager", 3),
 ]
 SLOW = [

@@ -21,7 +21,7 @@ from launch.ports import reserved_port
 from tests.support.interpreters import TRAINING, interpreter
 from tests.support.network import ADDRESSES, WIRE, Hosts, reason_for_none, two_hosts
 from tests.support.pipeline import MICRO_BATCHES, WIDTH, batches, build, ds_config, layers
-from tests.support.replicas import WIDE, wide_layers
+from tests.support.replicas import WIDE, tied_layers, wide_layers
 
 STEP_OF_FAULT = 2
 
@@ -40,6 +40,7 @@ def crash():
 
 ACTIONS = {"kill": kill, "stop": stop, "crash": crash}
 PLACES = {
+    "tied": "all_reduce",
     "reduce": "allreduce_gradients",
     "exchange": "allreduce_gradients",
     "loss": "_aggregate_total_loss",
@@ -126,13 +127,15 @@ def run_rank():
     specs, shape = layers(2 * args.stages), (8, WIDTH)
     if "replicas" in block:
         specs, shape = wide_layers(), (8, WIDE)
+    if "tied" in block:
+        specs, shape = tied_layers(), (8, WIDE)
     engine = build(args.stages, ds_config(block, replicas=replicas), specs)
     what, _, where = args.fault.partition("-")
     action = {**ACTIONS, "cut": cut}.get(what)
     if here and where == "probe":
         connections.message_rate = lambda *_: happens(action)()
     elif here and action and where:
-        before(engine, PLACES[where], happens(action))
+        before(engine.ds_compress.tied if where == "tied" else engine, PLACES[where], happens(action))
     elif here and action:
         in_forward(engine, happens(action))
     if here and args.fault in ("body", "header"):
@@ -187,6 +190,7 @@ FAULTS = {
     "crash-reduce": Fault("exception, others in the all-reduce of gradients", 2, 2),
     "kill-exchange": Fault("SIGKILL, others in the exchange of gradients", 1, 3, silent=True),
     "stop-exchange": Fault("SIGSTOP, others in the exchange of gradients", 1, 3, silent=True),
+    "kill-tied": Fault("SIGKILL, others in the exchange of gradients of tied weights", 2, silent=True),
     "stop-loss": Fault("SIGSTOP, others in the broadcast of the loss", silent=True),
     "stop-save": Fault("SIGSTOP, others save a checkpoint", silent=True),
     "stop-load": Fault("SIGSTOP, others load a checkpoint", silent=True),
@@ -218,6 +222,8 @@ def run(name: str, at: int, mode: str, depth: int = 1) -> list[Ending]:
         block["link"]["connections"] = "auto"
     if name.endswith("exchange"):
         block["replicas"] = {"codec": "bf16"}
+    if name.endswith("tied"):
+        block["tied"] = {"codec": "bf16"}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         hosts = stack.enter_context(two_hosts()) if fault.hosts else None
         moment = Path(folder, "moment")
