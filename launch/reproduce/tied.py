@@ -26,7 +26,7 @@ class TiedCopies:
         self._of_head: list[Tensor] = []
         first = {id(parameter) for parameter in stages[0].parameters()}
         heads = [m for m in stages[-1].modules() if isinstance(m, nn.Linear) and id(m.weight) in first]
-        exchange = config["ds_compress"].get("tied")
+        exchange = config.get("ds_compress", {}).get("tied")
         if not exchange or not heads:
             return
         (head,) = heads
