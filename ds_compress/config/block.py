@@ -176,9 +176,9 @@ class Block(Options):
     """How messages are sent, and how long one may take."""
     tied: DirectionOptions = DirectionOptions()
     """Gradients of a weight that several stages have, such as a tied embedding: how the stages exchange them
-    in each step after the warm-up. With codec "none" DeepSpeed sums them in full: for a tied embedding far
-    more bytes than messages take. Codecs and feedbacks are those of `replicas`, but for "lowrank"; weights of
-    fewer than 16,384 values stay exact."""
+    in each step after the warm-up. With codec "none" DeepSpeed sums them in full: for an embedding more bytes
+    than messages take, if a step has fewer tokens than the vocabulary. Codecs and feedbacks are those of
+    `replicas`, but for "lowrank"; weights of fewer than 16,384 values stay exact."""
     replicas: ReplicasOptions | None = None
     """How gradients between data-parallel replicas are compressed; null: they are DeepSpeed's."""
     state_check_every: int = Field(default=100, ge=0, le=1_000_000_000)

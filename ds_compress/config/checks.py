@@ -40,7 +40,7 @@ def _of_codecs(settings: CodecSettings) -> dict[str, str]:
     compresses = any(codec.name != "none" for codec, _ in pairs)
     forward = any(settings.codecs(number).forward.name != "none" for number in settings.configured_boundaries)
     nothing = "" if compresses else "no codec is set, so nothing is compressed"
-    warms_up = compresses or settings.block.tied.codec not in ("none", {"name": "none"})
+    warms_up = compresses or _exchanges(settings.block.tied)
     positions = "" if settings.block.tensors == "large" else "tensors names positions, whatever their size"
     return {
         "warmup_steps": "" if warms_up else nothing,
@@ -52,14 +52,21 @@ def _of_codecs(settings: CodecSettings) -> dict[str, str]:
     }
 
 
+def _exchanges(options: Any) -> bool:
+    """Return whether the options of tied weights, or of replicas, name a codec."""
+    return options is not None and options.codec not in ("none", {"name": "none"})
+
+
 def _of_guard(settings: CodecSettings) -> dict[str, str]:
     """Return why an option of the guard has no effect, by path; "" where it has one."""
     guard, used = settings.block.guard, [settings.codecs(number) for number in settings.configured_boundaries]
     options = ("loss", "loss_floor", "error", "gradient_error", "residual", "nonfinite", "action")
     loses_forward = any(each.forward.error_bound(TYPICAL) > 0 for each in used)
     loses_backward = any(each.backward.error_bound(TYPICAL) > 0 for each in used)
+    exchanges = _exchanges(settings.block.tied) or _exchanges(settings.block.replicas)
     if not loses_forward and not loses_backward:
-        return dict.fromkeys((f"guard.{name}" for name in options), "no codec loses anything")
+        of_messages = (name for name in options if name != "gradient_error" or not exchanges)
+        return dict.fromkeys((f"guard.{name}" for name in of_messages), "no codec loses anything")
     not_compared = ""
     if not guard.every:
         not_compared = "guard.every is 0"
@@ -75,7 +82,7 @@ def _of_guard(settings: CodecSettings) -> dict[str, str]:
         "guard.loss_floor": not_compared,
         "guard.error": not_measured or ("" if loses_forward else "no codec of activations loses anything"),
         "guard.gradient_error": not_measured
-        or ("" if loses_backward else "no codec of gradients loses anything"),
+        or ("" if loses_backward or exchanges else "no codec of gradients loses anything"),
         "guard.nonfinite": not_measured,
         "guard.residual": not_measured or ("" if has_residual else "no feedback keeps a residual"),
     }

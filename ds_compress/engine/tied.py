@@ -34,7 +34,7 @@ BLOCK_BYTES = 32 * 10**6
 CONTENT, BETWEEN = "gradients of tied weights", "stages"
 
 
-class _Block(NamedTuple):
+class _RowRange(NamedTuple):
     """Rows of a weight that are exchanged together."""
 
     weight: Tensor
@@ -177,11 +177,11 @@ def _weights_of(module: Any, ranks: list[int]) -> list[Tensor]:
     ]
 
 
-def _cut(weight: Tensor) -> list[_Block]:
+def _cut(weight: Tensor) -> list[_RowRange]:
     """Cut a weight into blocks of rows."""
     width = weight[0].numel()
     most = max(1, BLOCK_BYTES // (4 * width)) * width
     return [
-        _Block(weight, start, min(start + most, weight.numel()), width)
+        _RowRange(weight, start, min(start + most, weight.numel()), width)
         for start in range(0, weight.numel(), most)
     ]

@@ -13,7 +13,8 @@ from ds_compress.simulate import SimulatedReplicas
 class TiedCopies:
     """Exchanges the gradients that both uses of a tied weight have, as the key "tied" of the block says.
 
-    Two stages that sum the gradients of their copies are two replicas whose average counts twice.
+    Two stages that sum the gradients of their copies are two replicas whose average counts twice. The weight
+    is one part here, not blocks of rows as in a pipeline: `topk` may choose other entries.
     """
 
     def __init__(self, stages: nn.Sequential, config: dict[str, Any]):

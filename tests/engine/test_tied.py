@@ -323,3 +323,12 @@ def test_bytes_are_said_and_written(tmp_path):
 def test_what_cannot_work_is_refused(options, place):
     with pytest.raises(CompressionError, match=f"ds_compress.tied.{place}: "):
         Config({"tied": options})
+
+
+@pytest.mark.parametrize("key", ["tied", "replicas"])
+def test_options_that_exchanged_gradients_obey_have_an_effect(key):
+    """Beside messages without a codec, `warmup_steps` and the guard's limit were said to have none."""
+    options = {"warmup_steps": 1} if key == "tied" else {}
+    block = {key: TIED["tied"], "guard": {"gradient_error": 0.2}, **options}
+    assert not any("has no effect" in note for note in Config(block).notes)
+    assert any("has no effect" in note for note in Config({**block, key: {"codec": "none"}}).notes)

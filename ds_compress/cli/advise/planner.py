@@ -44,7 +44,10 @@ def list_recipes(
         footprint: of each stage, where it was predicted.
     """
     spec, boundaries, found = message_spec(args), args.stages - 1, list[PipelineRecipe]()
-    tied = _tied(args, footprint)
+    tied, itemsize = (
+        _tied_values(args, footprint),
+        2 if args.dtype == "fp16" else 4,
+    )  # bf16 is added up in fp32
     for name, block in files.items():
         with errors_at(f"recipe {name}"):
             own = Config(block).block.link
@@ -52,7 +55,7 @@ def list_recipes(
         budgets = _budgets(args, footprint, own.memory_gb)
         link = {"eager": own.mode == "eager", "depth": own.depth, "budgets": budgets}
         built = choice.build_recipe(name, [evaluation] * boundaries, link)
-        found.append(replace(built, exchanged=exchanged_bytes(block, tied)))
+        found.append(replace(built, exchanged=exchanged_bytes(block, tied, itemsize)))
     if not files:
         evaluations = [
             evaluate_from_args(candidate, args)
@@ -62,30 +65,31 @@ def list_recipes(
         link = {"eager": True, "depth": args.depth, "budgets": _budgets(args, footprint)}
         found = choice.combine([evaluations] * boundaries, [network] * boundaries, limits, **link)
         if tied:
-            others = {key: value for key, value in recipe(args.quality, KEY).items() if key == "tied"}
-            sent = exchanged_bytes(others, tied)
-            found = [replace(own, block={**own.block, **others}, exchanged=sent) for own in found]
+            of_quality = {"tied": recipe(args.quality, KEY).get("tied", {})}
+            sent = exchanged_bytes(of_quality, tied, itemsize)
+            found = [replace(own, block={**own.block, **of_quality}, exchanged=sent) for own in found]
     usable = [recipe for recipe in found if math.isfinite(max(recipe.errors))]
     raw_bytes = [spec.nbytes] * boundaries
     stock = choice.uncompressed_recipe(raw_bytes, raw_bytes)
-    return [replace(stock, exchanged=exchanged_bytes({}, tied)), *usable]
+    return [replace(stock, exchanged=exchanged_bytes({}, tied, itemsize)), *usable]
 
 
-def exchanged_bytes(block: dict[str, Any], values: int) -> int:
+def exchanged_bytes(block: dict[str, Any], values: int, itemsize: int) -> int:
     """Return the bytes that each of two stages sends in a step to sum the gradients of a tied weight.
 
     Args:
-        block: of the recipe; without a codec for tied weights they are sent in fp32.
+        block: of the recipe.
         values: of the weight.
+        itemsize: bytes per value without a codec for tied weights.
     """
     codec = Config(block).tied_codec if values else None
     if codec is None:
-        return 4 * values
+        return itemsize * values
     half = TensorSpec((slice_numel(values, 2),), torch.float32)
     return 2 * sum(TensorSpec(*part).nbytes for part in codec.layout(half))
 
 
-def _tied(args: argparse.Namespace, footprint: "Sequence[StageFootprint]") -> int:
+def _tied_values(args: argparse.Namespace, footprint: "Sequence[StageFootprint]") -> int:
     """Return the values of a trained weight that two stages share."""
     return args.tied or max((own.tied_values for own in footprint), default=0)
 
