@@ -22,8 +22,6 @@ from ds_compress.message.channel import Boundary
 
 SIDES = ("upstream", "downstream")
 MOST_SIDES = 4  # of a rank: DualPipeV gives it two stages
-
-
 RESTORED, ABSENT, CHANGED, UNREADABLE, UNFIT, DIFFERENT = range(6)
 REASONS = {
     ABSENT: "the checkpoint has none for both sides",

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import math
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -23,7 +24,7 @@ def describe(exchanged: str, codec: Codec, warmup_steps: int) -> str:
     return f"{exchanged}: {codec}{after}"
 
 
-class GradientTraffic(RuntimePart):
+class GradientTraffic(RuntimePart, ABC):
     """Gradients that ranks of an engine exchange in each step after the warm-up."""
 
     kind: ClassVar[str]
@@ -44,9 +45,9 @@ class GradientTraffic(RuntimePart):
         self._has_warned = False
 
     @property
+    @abstractmethod
     def warmup_steps(self) -> int:
         """Return the number of steps at the start of training in which gradients are exact."""
-        raise NotImplementedError
 
     @property
     def restarts(self) -> str:

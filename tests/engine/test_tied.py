@@ -18,18 +18,10 @@ from ds_compress.monitor.metrics import EXCHANGE
 from tests.support.pipeline import Block, batches, build, ds_config, log_lines, printed_lines, skip_steps
 from tests.support.pipeline_kinds import fp16_on_cpu
 from tests.support.ranks import run_ranks
+from tests.support.replicas import KINDS as ALL_KINDS
 from tests.support.replicas import WIDE, Projection, digest, tied_layers, wide_layers
 
-ZERO_1 = {"zero_optimization": {"stage": 1}}
-FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
-BF16 = {"bf16": {"enabled": True}}
-KINDS = {
-    "fp32": {},
-    "fp32 zero 1": ZERO_1,
-    "bf16": BF16,
-    "bf16 zero 1": {**BF16, **ZERO_1, "data_types": {"grad_accum_dtype": "fp32"}},
-    "fp16 zero 1": {**FP16, **ZERO_1},
-}
+KINDS = {name: options for name, options in ALL_KINDS.items() if name != "bf16 accumulation"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TIED = {"tied": {"codec": {"name": "quantize", "bits": 4}, "feedback": "ef"}}
 
@@ -85,7 +77,7 @@ SPECS = {
     "ends": tied_layers,
     # three copies of one weight
     "three": lambda: [tie("m"), back("m"), tie("m"), wide(), wide(), back("m")],
-    # weights of their own on other stages, a vector, and one that is not trained
+    # several weights, a vector among them, on different sets of stages
     "several": lambda: [
         *(tie("outer"), scale(), wide()),
         *(back("inner"), LayerSpec(Block, WIDE), tie("deep")),
@@ -203,7 +195,7 @@ def test_what_is_lost_comes_later():
 
 
 def test_a_skipped_step_leaves_residuals_as_they_were():
-    config = ds_config(TIED, **{**FP16, **ZERO_1})
+    config = ds_config(TIED, **KINDS["fp16 zero 1"])
     usual, skipping = run("ends", config, steps=1), run("ends", config, steps=2, infinite=[1])
     assert [each["skipped"] for each in skipping] == [1, 1]
     assert all(each["residuals"] and all(map(math.isfinite, each["residuals"])) for each in skipping)

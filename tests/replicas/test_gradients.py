@@ -15,20 +15,16 @@ from ds_compress.replicas.slices import GRADIENT, MIN_NUMEL, Gradient, Slice, Sl
 from tests.support.pipeline import batches, build, ds_config
 from tests.support.pipeline_kinds import fp16_on_cpu
 from tests.support.ranks import run_ranks
-from tests.support.replicas import SPECS, WIDE, assert_alike, run_replicas, train_replicas, wide_layers
-
-ZERO_1 = {"zero_optimization": {"stage": 1}}
-FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
-BF16 = {"bf16": {"enabled": True}}
-KINDS = {
-    "fp32": {},
-    "fp32 zero 1": ZERO_1,
-    "bf16": BF16,
-    "bf16 zero 1": {**BF16, **ZERO_1, "data_types": {"grad_accum_dtype": "fp32"}},
-    "bf16 accumulation": {**BF16, **ZERO_1, "data_types": {"grad_accum_dtype": "bf16"}},
-    "fp16 zero 1": {**FP16, **ZERO_1},
-}
-"""What DeepSpeed has a way of its own for, from gradients to weights."""
+from tests.support.replicas import (
+    FP16,
+    KINDS,
+    SPECS,
+    WIDE,
+    assert_alike,
+    run_replicas,
+    train_replicas,
+    wide_layers,
+)
 
 ZERO_OPTIONS = [
     {"reduce_scatter": False},

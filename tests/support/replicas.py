@@ -13,6 +13,19 @@ from tests.support.pipeline import MICRO_BATCHES, Block, batches, build, weights
 from tests.support.pipeline_kinds import fp16_on_cpu
 from tests.support.ranks import run_ranks
 
+ZERO_1 = {"zero_optimization": {"stage": 1}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
+BF16 = {"bf16": {"enabled": True}}
+KINDS = {
+    "fp32": {},
+    "fp32 zero 1": ZERO_1,
+    "bf16": BF16,
+    "bf16 zero 1": {**BF16, **ZERO_1, "data_types": {"grad_accum_dtype": "fp32"}},
+    "bf16 accumulation": {**BF16, **ZERO_1, "data_types": {"grad_accum_dtype": "bf16"}},
+    "fp16 zero 1": {**FP16, **ZERO_1},
+}
+"""What DeepSpeed has a way of its own for, from gradients to weights."""
+
 WIDE = 96
 """Matrices of 96 x 192 values: three slices of 6,144 values, or two of 9,216, without padding."""
 

@@ -44,10 +44,8 @@ def list_recipes(
         footprint: of each stage, where it was predicted.
     """
     spec, boundaries, found = message_spec(args), args.stages - 1, list[PipelineRecipe]()
-    tied, itemsize = (
-        _tied_values(args, footprint),
-        2 if args.dtype == "fp16" else 4,
-    )  # bf16 is added up in fp32
+    tied = _tied_values(args, footprint)
+    itemsize = 2 if args.dtype == "fp16" else 4  # bf16 is added up in fp32
     for name, block in files.items():
         with errors_at(f"recipe {name}"):
             own = Config(block).block.link
