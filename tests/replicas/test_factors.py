@@ -11,12 +11,12 @@ from ds_compress.replicas.exchange import Replicas
 from ds_compress.replicas.factors import build_exchange, compressed_parameters
 from ds_compress.replicas.slices import Gradient
 from ds_compress.simulate import SimulatedReplicas
-from tests.replicas.test_gradients import KINDS, skipped_step
+from tests.replicas.test_gradients import skipped_step
 from tests.simulate.test_replicas import assert_simulated_weights, distance_from_optimum
 from tests.support.pipeline import ds_config
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
-from tests.support.replicas import assert_alike, run_replicas, train_replicas
+from tests.support.replicas import KINDS, assert_alike, run_replicas, train_replicas
 
 SHAPES = (192, 96), (201, 97), (64, 3, 10, 10)
 

@@ -20,7 +20,6 @@ from ds_compress.config.replicas import STORE
 from ds_compress.errors import CompressionError
 from ds_compress.sites.simulation import SimulatedRounds
 from ds_compress.sites.worker import _work
-from tests.replicas import test_gradients
 from tests.support.pipeline import (
     MICRO_BATCHES,
     batches,
@@ -34,14 +33,15 @@ from tests.support.pipeline import (
 from tests.support.pipeline_kinds import fp16_on_cpu
 from tests.support.ranks import run_launches, run_ranks
 from tests.support.refusals import refusal
-from tests.support.replicas import SPECS, WIDE, digest, wide_layers
+from tests.support.replicas import KINDS as KINDS_OF_REPLICAS
+from tests.support.replicas import SPECS, WIDE, ZERO_1, digest, wide_layers
 
 CODEC = {"codec": {"name": "quantize", "bits": 4}, "feedback": "ef"}
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.005}}}
 KINDS = {
-    **{name: kind for name, kind in test_gradients.KINDS.items() if name != "bf16 zero 1"},
+    **{name: kind for name, kind in KINDS_OF_REPLICAS.items() if name != "bf16 zero 1"},
     "muon": MUON,
-    "muon zero 1": {**MUON, **test_gradients.ZERO_1},
+    "muon zero 1": {**MUON, **ZERO_1},
 }
 
 
