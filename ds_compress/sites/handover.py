@@ -148,19 +148,28 @@ class AnchorSender:
 class AnchorReceiver:
     """Takes the anchor of another replica, as a newcomer; one for each slot."""
 
-    def __init__(self, board: Board, launch: LaunchBoard, newcomer: int, slot: int, wait: Callable[..., Any]):
+    def __init__(
+        self,
+        board: Board,
+        launch: LaunchBoard,
+        newcomer: int,
+        slot: int,
+        slots: int,
+        wait: Callable[..., Any],
+    ):
         """
         Args:
             newcomer: number of this replica.
             wait: takes a function, and a name for errors; returns what it returns, when that is not None.
         """
         self._board, self._launch, self._wait = board, launch, wait
-        self._newcomer, self._slot = newcomer, slot
+        self._newcomer, self._slot, self._slots = newcomer, slot, slots
 
     def receive(self, numel: int, digest: str) -> tuple[Anchor | None, Position]:
         """Ask for an anchor and receive it; arguments and result are those of `Rounds.catch_up`."""
-        self._board.say_taken(self._newcomer, self._slot, 0)
         if self._slot == 0:
+            for slot in range(self._slots):  # one that begins late would seem to have died
+                self._board.say_taken(self._newcomer, slot, 0)
             self._board.ask_for_anchor(self._newcomer)
         try:
             return self._take(numel, digest)

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 
@@ -26,7 +27,7 @@ from tests.support.network import disturb, eventually, flood
 SLOTS, NUMEL = 2, 20_000
 SETTINGS = {"ds_compress": "0.3", "ds_compress.replicas.every": 30}
 QUANTIZE = {"name": "quantize", "bits": 8}
-PATIENCE = 600  # seconds, which only an exchange that hangs needs
+PATIENCE = 300  # seconds, which only an exchange that hangs needs
 
 
 @pytest.fixture
@@ -268,12 +269,28 @@ def test_the_anchor_for_a_newcomer_outlasts_short_rounds(store):
 
 def hand_over_until(giver, is_done):
     """Let a replica be idle, as its thread does between two exchanges."""
-    while True:
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
         for rounds in giver.slots:
             rounds._last_beat = -rounds_module.BEAT_S
             rounds.idle()
         if is_done():
             return
+    pytest.fail(f"a replica was idle for {PATIENCE} s, and nobody was done")
+
+
+def test_a_slot_that_begins_late_takes_its_part(store):
+    """Who sent it took the slot for one that had died, as it had not said yet that it had taken nothing; the
+    newcomer waited for ever."""
+    first = Launch(store)
+    play([first], [0.3])
+    newcomer = Launch(store, digest="another")
+    early, late = newcomer.slots
+    waits = [newcomer.pool.submit(early.catch_up, NUMEL, "own")]
+    hand_over_until(first, waits[0].done)
+    newcomer.waits = [*waits, newcomer.pool.submit(late.catch_up, NUMEL, "own")]
+    newcomer.take_anchor(first)
+    assert_alike([first, newcomer])
 
 
 def test_one_that_does_not_train_hands_over_its_anchor(store):
