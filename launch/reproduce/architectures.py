@@ -2,6 +2,7 @@
 
 gpt      LayerNorm, learned positions, GELU (Radford et al. 2019), by transformers
 llama    RMSNorm, rotary positions, SwiGLU (Touvron et al. 2023)
+tied     llama whose head has the weight of the embedding
 moe      llama with four experts in place of the MLP, two of them for each token (Shazeer et al. 2017)
 neox     attention and MLP in parallel, LayerNorm, rotary positions in a quarter of each head (Black et
          al. 2022)
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BertModel, GPT2Config, GPT2LMHeadModel
 
-from launch.reproduce.presets import LanguageSize
+from launch.reproduce.presets import LanguageSize, TiedSize
 
 BYTES = 256  # tokens of a model that is pretrained here
 ROTARY_BASE = 10_000.0
@@ -197,6 +198,16 @@ def llama(size: LanguageSize) -> list[nn.Module]:
     return _rotary(size, blocks, nn.RMSNorm(size.hidden, eps=1e-5))
 
 
+def tied(size: LanguageSize) -> list[nn.Module]:
+    assert isinstance(size, TiedSize)
+    layers = llama(size)
+    layers[0] = embedding = nn.Embedding(size.vocabulary, size.hidden)
+    layers[-1].logits = nn.Linear(size.hidden, size.vocabulary, bias=False)
+    nn.init.normal_(embedding.weight, std=0.02)
+    layers[-1].logits.weight = embedding.weight
+    return layers
+
+
 def moe(size: LanguageSize) -> list[nn.Module]:
     blocks = [MoeBlock(size.hidden, size.heads) for _ in range(size.layers)]
     return _rotary(size, blocks, nn.RMSNorm(size.hidden, eps=1e-5))
@@ -224,6 +235,7 @@ def _rotary(size: LanguageSize, blocks: list[nn.Module], norm: nn.Module) -> lis
 ARCHITECTURES: dict[str, Callable[[LanguageSize], list[nn.Module]]] = {
     "gpt": gpt,
     "llama": llama,
+    "tied": tied,
     "moe": moe,
     "neox": neox,
 }

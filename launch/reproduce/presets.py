@@ -8,6 +8,7 @@ guard       the same, smaller from scratch: settings that may hurt, which the gu
 wide        the same task with hidden states of 256 values
 real        a pretrained model of 135 million parameters (SmolLM2, a Llama with attention sinks)
 long        from scratch at 300, 1,200 and 4,800 steps: what a setting costs as training goes on
+tied        from scratch with one embedding for input and output and a large vocabulary
 replicas    the same on two data-parallel replicas, with hidden states of 128 values
 smoke       for tests
 """
@@ -67,6 +68,13 @@ class CheckpointSize(LanguageSize):
     """Size of a language task that fine-tunes a checkpoint of Transformers."""
 
     lora_rank: int = 0  # of adapters of every linear layer, which alone are trained; 0: all weights are
+
+
+@dataclass(frozen=True)
+class TiedSize(LanguageSize):
+    """Size of a language task whose first and last layer have one weight, [vocabulary, hidden]."""
+
+    vocabulary: int = 0
 
 
 @dataclass(frozen=True)
@@ -215,6 +223,19 @@ LONG: Preset = {
 }
 """From random weights, hidden states of 128 values, a block of text for each step and sample."""
 
+TIED: Preset = {
+    f"tied-{steps}": TiedSize(
+        **{
+            **vars(LONG[f"llama-{steps}"]),
+            "architecture": "tied",
+            "tokenizer": "gpt2_tokenizer",
+            "vocabulary": 50_257,
+        }
+    )
+    for steps in (300, 1200)
+}
+"""The Llama of `LONG` with a vocabulary of which most tokens are rare."""
+
 HELD_OUT = ("neox-finetuned", "neox-scratch")
 """Tasks that no setting was chosen on: they were run after the settings were fixed."""
 
@@ -225,6 +246,7 @@ PRESETS: dict[str, Preset] = {
     "wide": both("llama", hidden=256),
     "real": REAL,
     "long": LONG,
+    "tied": TIED,
     "replicas": REPLICATED,
     # how often a sample comes back is what AQ-SGD lives on
     "revisits": {"vision": CPU["vision"], "language": replace(CPU["language"], epochs=6)},

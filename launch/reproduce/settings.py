@@ -234,8 +234,9 @@ TIED: dict[str, Block] = {
     "tied2-ef": tied(group(2), "ef"),
     "tied1%-ef": tied(topk(1), "ef"),
     "tied4-ef+entropy4-rank8/dither3": tied(group(4), "ef", **BOTH_DIRECTIONS["entropy4-rank8/dither3"]),
+    "tied1%-ef+entropy4-rank8/dither3": tied(topk(1), "ef", **BOTH_DIRECTIONS["entropy4-rank8/dither3"]),
 }
-"""Settings of gradients of a tied embedding; the last one also compresses messages, as `safe`."""
+"""Settings of gradients of a tied embedding; the last ones also compress messages, as `safe`."""
 
 OLDER = ("group4/4-hadamard", "group3/3-hadamard", "entropy2.5/2.5")
 """What recipes were before they were judged on several models."""
