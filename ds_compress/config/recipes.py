@@ -94,7 +94,8 @@ def with_recipe(block: Mapping[str, Any], key: str) -> dict[str, Any]:
     """
     if block.get("recipe") is None:
         return dict(block)
-    return with_changes(recipe(block["recipe"], key, block.get("quality", DEFAULT)), block)
+    written = {option: value for option, value in block.items() if option != "quality" or value is not None}
+    return with_changes(recipe(block["recipe"], key, written.get("quality", DEFAULT)), written)
 
 
 def with_changes(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -97,8 +97,10 @@ def test_classes_of_quality_are_recipes():
 AUTO = {"recipe": "auto"}
 
 
-def test_auto_alone_is_enough():
-    config = Config(AUTO)
+@pytest.mark.parametrize("block", [AUTO, {**AUTO, "quality": None}])
+def test_auto_alone_is_enough(block):
+    """A null, which is the schema's default of "quality", was refused."""
+    config = Config(block)
     assert config.quality == DEFAULT and config.block.link.depth == "auto"
     assert config.in_force.codecs(0).settings == Config({}).in_force.codecs(0).settings
     assert Config({}).quality is None
