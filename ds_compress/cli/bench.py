@@ -7,8 +7,6 @@ an attention sink, which hides the errors of all other tokens from the relative 
 import argparse
 import json
 import math
-import statistics
-import time
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -39,8 +37,8 @@ SINK = 150.0
 """Norm of the attention sink in the benchmark tensor, in norms of the median token, as in SmolLM2."""
 SINK_CHANNELS = 2
 """Outlier channels that hold the attention sink."""
-BATCHES = 7
-BATCH_SECONDS = 0.05
+SECONDS = 0.35
+"""Least time in which each function is measured."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -164,12 +162,10 @@ def measure(codec: Codec, x: Tensor) -> dict[str, Any]:
     parts = codec.encode(x, sender)
     out = torch.empty_like(x)
     seconds = {
-        "encode": seconds_per_call(lambda: codec.encode(x, sender), x.device),
-        "decode": seconds_per_call(lambda: codec.decode(parts, spec, receiver), x.device),
-        "roundtrip": seconds_per_call(
-            lambda: codec.decode(codec.encode(x, sender), spec, receiver), x.device
-        ),
-        "copy": seconds_per_call(lambda: out.copy_(x), x.device),
+        "encode": seconds_per_call(lambda: codec.encode(x, sender)),
+        "decode": seconds_per_call(lambda: codec.decode(parts, spec, receiver)),
+        "roundtrip": seconds_per_call(lambda: codec.decode(codec.encode(x, sender), spec, receiver)),
+        "copy": seconds_per_call(lambda: out.copy_(x)),
     }
     gbps = {f"{name}_gbps": spec.nbytes / value / 1e9 for name, value in seconds.items()}
     return {
@@ -211,18 +207,9 @@ def contexts(codec: Codec, x: Tensor) -> tuple[Context, Context]:
     return sender, receiver
 
 
-def seconds_per_call(function: Callable[[], object], device: torch.device) -> float:
-    """Measure seconds per call, median of several batches after one unmeasured call."""
-    once = _seconds(function, 1, device)
-    calls = max(1, int(BATCH_SECONDS / max(once, 1e-6)))
-    return statistics.median(_seconds(function, calls, device) / calls for _ in range(BATCHES))
+def seconds_per_call(function: Callable[[], object]) -> float:
+    """Measure seconds per call, median of several batches; a GPU is waited for."""
+    from torch.utils.benchmark import Timer  # here, so that other commands do not wait for it
 
-
-def _seconds(function: Callable[[], object], calls: int, device: torch.device) -> float:
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        function()
-    synchronize()
-    return time.perf_counter() - start
+    timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=SECONDS).median

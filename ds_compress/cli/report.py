@@ -6,11 +6,10 @@ import html
 import math
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ds_compress.cli.runs import FINAL, LOSS, RecordedRun, bytes_ratio, find_baseline, headline, read_runs
+from ds_compress.cli.runs import FINAL, LOSS, RecordedRun, find_baseline, headline, read_runs
 from ds_compress.errors import CompressionError
 from ds_compress.monitor.metrics import GRADIENTS
 
@@ -73,14 +72,14 @@ def summarize(run: RecordedRun) -> dict[str, float]:
     where unknown."""
     sent, rounds, gradients = run.total("wire_bytes"), run.rounds(), dict[str, float]()
     for kind, of_what in GRADIENTS.items():
-        wire = run.exchanged(kind, "wire_bytes")
+        wire = run.total("wire_bytes", kind)
         gradients[f"MB {of_what}"] = wire[-1][1] / 1e6 if wire else math.nan
-        gradients[f"ratio {of_what}"] = bytes_ratio(partial(run.exchanged, kind))
+        gradients[f"ratio {of_what}"] = run.bytes_ratio(kind)
     return {
         "steps": len(run.series[LOSS]) if len(run.series[LOSS]) > 1 else math.nan,  # a summary has the last
         "final loss": run.final_loss,
         "MB sent": sent[-1][1] / 1e6 if sent else math.nan,
-        "ratio": bytes_ratio(run.total),
+        "ratio": run.bytes_ratio(),
         **gradients,
         "rounds": rounds.get("rounds", math.nan),
         "s per round": rounds.get("seconds", math.nan),

@@ -8,25 +8,19 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from ds_compress.config import DIRECTIONS
 from ds_compress.errors import CompressionError, in_one_line
-from ds_compress.monitor.metrics import (
-    CHANNEL,
-    EXCHANGE,
-    GRADIENTS,
-    LOSS_COST,
-    PIPELINE,
-    exchange_label,
-    label,
-)
+from ds_compress.monitor.metrics import GRADIENTS, LOSS_COST, PIPELINE, PREFIX, exchange_label, label
 
 LOSS = "Train/Samples/train_loss"
 FINAL = 5  # losses whose mean is the final loss
 COMMON = r"csv|files|tensorboard|wandb|(offline-)?run-\d+_\d+-\w+"
 """Names of folders that monitors give to all runs, as a pattern."""
+
+OF_PLACE = rf"Train_Compression_(boundary_\d+|{'|'.join(GRADIENTS)})_(forward|backward|stage_\d+)_(\w+)\.csv"
+"""Name of a file with a metric of a channel, or of gradients that a stage exchanges."""
 
 SUMMARY = "wandb-summary.json"
 
@@ -53,13 +47,18 @@ class RecordedRun:
     def channel(self, name: str, boundary: int, direction: str) -> Series:
         return self.series.get(label(name, boundary, direction), [])
 
-    def total(self, name: str) -> Series:
-        """Sum a channel value over all channels, at the samples where every channel has one."""
+    def total(self, name: str, kind: str = "") -> Series:
+        """Sum a value over all channels, at the samples where all have one; with a kind in `GRADIENTS`: a
+        value of gradients that are exchanged, over all stages."""
+        if kind:
+            return _sum(self._by_stage(kind, name))
         return _sum([self.channel(name, b, d) for b in range(self.boundaries) for d in DIRECTIONS])
 
-    def exchanged(self, kind: str, name: str) -> Series:
-        """Sum a value of gradients that are exchanged, of a kind in `GRADIENTS`, over all stages."""
-        return _sum(self._by_stage(kind, name))
+    def bytes_ratio(self, kind: str = "") -> float:
+        """Return raw over wire bytes of the whole run, of what `total` sums; nan where it wrote none."""
+        totals = [self.total(name, kind) for name in ("raw_bytes", "wire_bytes")]
+        raw, wire = (series[-1][1] if series else math.nan for series in totals)
+        return raw / wire if wire > 0 else math.nan
 
     def _by_stage(self, kind: str, name: str) -> list[Series]:
         form = re.escape(exchange_label(kind, 0, name)).replace("0", r"\d+", 1)
@@ -84,7 +83,7 @@ class RecordedRun:
             "rounds": counts[-1][1],
             "members_least": min(members),
             "members_most": max(members),
-            "mb": self.exchanged("replicas", "wire_bytes")[-1][1] / counts[-1][1] / 1e6,
+            "mb": self.total("wire_bytes", "replicas")[-1][1] / counts[-1][1] / 1e6,
             "seconds": max(statistics.median(s for at, s in own if at in samples) for own in times),
         }
 
@@ -114,27 +113,13 @@ def _sum(parts: Sequence[Series]) -> Series:
     return [(samples, sum(each[samples] for each in values)) for samples in sorted(shared)]
 
 
-def bytes_ratio(total: Callable[[str], Series]) -> float:
-    """Return raw over wire bytes of the whole run; nan where it wrote none.
-
-    Args:
-        total: `RecordedRun.total`, or `RecordedRun.exchanged` of a kind.
-    """
-    raw, wire = (series[-1][1] if series else math.nan for series in map(total, ("raw_bytes", "wire_bytes")))
-    return raw / wire if wire > 0 else math.nan
-
-
 def find_baseline(runs: list[RecordedRun]) -> RecordedRun | None:
     """Return the first run that sent uncompressed messages: DeepSpeed alone, or codec `none`."""
     if len(runs) < 2:
         return None
 
     def is_plain(run: RecordedRun) -> bool:
-        totals: list[Callable[[str], Series]] = [
-            run.total,
-            *(partial(run.exchanged, kind) for kind in GRADIENTS),
-        ]
-        ratios = [bytes_ratio(total) for total in totals]
+        ratios = [run.bytes_ratio(kind) for kind in ("", *GRADIENTS)]
         return all(math.isnan(ratio) or abs(ratio - 1) < 0.01 for ratio in ratios)
 
     return next(filter(is_plain, runs), None)
@@ -143,11 +128,11 @@ def find_baseline(runs: list[RecordedRun]) -> RecordedRun | None:
 def headline(run: RecordedRun, base: RecordedRun | None) -> str:
     """Format a run in one line: `"topk10: 15.2x fewer bytes, +0.098 loss, 1.9x steps/s against none"`."""
     facts = []
-    times = bytes_ratio(run.total)
+    times = run.bytes_ratio()
     if not math.isnan(times):
         facts.append(f"{times:.3g}x fewer bytes" if times >= 1.01 else "messages uncompressed")
     for kind, of_what in GRADIENTS.items():
-        fewer = bytes_ratio(partial(run.exchanged, kind))
+        fewer = run.bytes_ratio(kind)
         if not math.isnan(fewer):
             facts.append(f"{fewer:.3g}x fewer bytes {of_what}")
     rounds = run.rounds()
@@ -260,14 +245,9 @@ def _name(path: Path, place: Path) -> str:
 def _read_csv(folder: Path) -> dict[str, Series]:
     """Read a file per label. DeepSpeed replaces / by _, so only labels of a known form are found."""
     known = {name: _file(name) for name in (LOSS, *map(label, (*PIPELINE, LOSS_COST)))}
-    for file in folder.glob("Train_Compression_*_stage_*.csv"):
-        match = re.fullmatch(r"Train_Compression_([a-z]+)_stage_(\d+)_(\w+)\.csv", file.name)
-        if match and match[1] in GRADIENTS and match[3] in EXCHANGE:
-            known[exchange_label(match[1], int(match[2]), match[3])] = file.name
-    for file in folder.glob("Train_Compression_boundary_*.csv"):
-        match = re.fullmatch(r"Train_Compression_boundary_(\d+)_(forward|backward)_(\w+)\.csv", file.name)
-        if match and match[3] in CHANNEL:
-            known[label(match[3], int(match[1]), match[2])] = file.name
+    for file in folder.glob("Train_Compression_*.csv"):
+        if match := re.fullmatch(OF_PLACE, file.name):
+            known["/".join([PREFIX, *match.groups()])] = file.name
     files = {name: folder / file for name, file in known.items()}
     return {name: read_series(file) for name, file in files.items() if file.exists()}
 

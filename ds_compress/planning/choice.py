@@ -65,20 +65,17 @@ def candidates_for(quality: Quality | None) -> list[Candidate]:
 
     No two share a name or a block, and each can start at any step.
     """
-    plain = {
-        name: (strictest, {each: {"codec": codec} for each in DIRECTIONS})
+    found = [
+        (strictest, Candidate(name, {each: {"codec": codec} for each in DIRECTIONS}, is_separable=True))
         for name, (strictest, codec) in CODECS.items()
-    }
-    messages = {
-        name: {key: value for key, value in recipes.recipe(name, KEY).items() if key in DIRECTIONS}
-        for name in RECIPES
-    }
-    blocks = plain | {name: (RECIPES[name], block) for name, block in messages.items()}
+    ]
+    for name, strictest in RECIPES.items():
+        recipe = recipes.recipe(name, KEY)
+        block = {direction: recipe[direction] for direction in DIRECTIONS}
+        found.append((strictest, Candidate(name, block, block["forward"] == block["backward"])))
     order = list(LIMITS)
     return [
-        Candidate(name, block, block["forward"] == block["backward"])
-        for name, (strictest, block) in blocks.items()
-        if quality is None or order.index(strictest) <= order.index(quality)
+        own for strictest, own in found if quality is None or order.index(strictest) <= order.index(quality)
     ]
 
 
@@ -111,16 +108,6 @@ class LargestErrors(NamedTuple):
     error_forward: float = 0.0
     """Of messages as a whole, ||x - C(x)|| / ||x||."""
     error_backward: float = 0.0
-
-    @classmethod
-    def of(cls, forward: Sequence[EvaluatedMessage], backward: Sequence[EvaluatedMessage]) -> "LargestErrors":
-        """Take the messages of both directions, each by boundary."""
-        return cls(
-            max(own.token_error for own in forward),
-            max(own.gradient_error for own in backward),
-            max(own.error for own in forward),
-            max(own.error for own in backward),
-        )
 
 
 @dataclass(frozen=True)
@@ -221,7 +208,12 @@ def build_recipe(name: str, chosen: Sequence[Evaluation], link: dict[str, Any]) 
     """Make one evaluation per boundary a recipe; `link`: as for `combine`."""
     forward, backward = ([getattr(own, direction) for own in chosen] for direction in DIRECTIONS)
     costs = [tuple(message.cost for message in own) for own in (forward, backward)]
-    errors = LargestErrors.of(forward, backward)
+    errors = LargestErrors(
+        token_error=max(own.token_error for own in forward),
+        gradient_error=max(own.gradient_error for own in backward),
+        error_forward=max(own.error for own in forward),
+        error_backward=max(own.error for own in backward),
+    )
     return PipelineRecipe(name, write_block(chosen), costs[0], costs[1], errors=errors, **link)
 
 

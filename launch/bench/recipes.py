@@ -48,8 +48,8 @@ def milliseconds(codec: Codec, x: Tensor) -> tuple[float, float, float]:
     """Return the time to encode and to decode `x`, and the bits of its payload."""
     sender, receiver = contexts(codec, x)
     parts = codec.encode(x, sender)
-    encode = seconds_per_call(lambda: codec.encode(x, sender), x.device)
-    decode = seconds_per_call(lambda: codec.decode(parts, TensorSpec.of(x), receiver), x.device)
+    encode = seconds_per_call(lambda: codec.encode(x, sender))
+    decode = seconds_per_call(lambda: codec.decode(parts, TensorSpec.of(x), receiver))
     return 1e3 * encode, 1e3 * decode, 8.0 * sum(part.nbytes for part in parts)
 
 

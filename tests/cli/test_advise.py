@@ -10,7 +10,7 @@ import pytest
 
 from ds_compress.cli import main
 from ds_compress.config import DIRECTIONS, Config
-from ds_compress.config.recipes import DEFAULT, LIMITS, ErrorLimits
+from ds_compress.config.recipes import LIMITS, ErrorLimits
 from ds_compress.planning.choice import candidates_for
 from tests.support.launch_scripts import load_script
 
@@ -51,21 +51,6 @@ def recipe(tmp_path):
 
 
 @pytest.mark.extended
-def test_on_a_slow_link_compression_pays(capsys):
-    found = plan(capsys, "--gbps", "1", *FAST_CODECS)
-    rows, best = found["rows"], chosen(found)
-    assert rows[0]["recipe"] == "DeepSpeed" and rows[0]["speedup"] == 1
-    assert rows[0]["step_s"] == pytest.approx(5.05, rel=0.01) and rows[0]["limit"] == "link"
-    speedup = {row["recipe"]: row["speedup"] for row in rows}
-    assert 1.5 < speedup["none"] < speedup["quantize 8"] < speedup["quantize 3 dither"]
-    steps = [row["step_s"] for row in rows[1:]]
-    assert steps == sorted(steps) and best["block"] == found["block"]
-    limits = LIMITS[DEFAULT]
-    allowed = [row for row in rows if limits.allow(row["token_error"], row["gradient_error"])]
-    assert best in allowed and all(row["step_s"] > 0.98 * best["step_s"] for row in allowed)
-
-
-@pytest.mark.extended
 def test_the_answer_comes_first_one_line_and_a_block_to_paste(capsys):
     """On a terminal of 80 columns it once came after 300 lines."""
     answer, pasted = advise(capsys, "--gbps", "1", *FAST_CODECS).splitlines()[:2]
@@ -87,9 +72,12 @@ def test_what_loses_too_much_is_never_proposed(capsys):
 @pytest.mark.parametrize("quality", LIMITS)
 def test_every_class_keeps_its_limits(capsys, quality):
     found = plan(capsys, *SLOW_LINK, "--quality", quality)
-    best = chosen(found)
+    rows, best = found["rows"], chosen(found)
+    assert rows[0]["recipe"] == "DeepSpeed" and rows[0]["speedup"] == 1 and rows[0]["limit"] == "link"
+    steps = [row["step_s"] for row in rows[1:]]
+    assert steps == sorted(steps) and best["speedup"] > 1.5 and best["block"] == found["block"]
     assert LIMITS[quality].allow(best["token_error"], best["gradient_error"])
-    assert {row["recipe"] for row in found["rows"]} >= {each.name for each in candidates_for(quality)}
+    assert {row["recipe"] for row in rows} >= {each.name for each in candidates_for(quality)}
 
 
 def test_a_gradient_at_the_places_of_its_activation_loses_nearly_all(capsys, recipe):
@@ -214,20 +202,11 @@ def test_the_best_recipe_is_not_compared_with_itself(capsys):
         (["--gbps", "1", "--depth", "deep"], "argument --depth: 'deep' is not allowed"),
         # torch's own error was a traceback: Torch not compiled with CUDA enabled
         (["--gbps", "1", "--device", "cuda:99"], "argument --device: 'cuda:99' is not here; allowed: cpu"),
-        (["--gbps", "1", "--quality", "best"], "argument --quality: invalid choice: 'best'"),
-        (
-            ["--gbps", "1", "--held-mb", "5"],
-            "unrecognized arguments: --held-mb 5; --held-mb is now --activation-mb",
-        ),
         (
             ["--gbps", "1", "--model", "M"],
             'model M; --model was removed: "recipe": "auto" measures the model in',
         ),
         (["--gbps", "1", "--probe=x.py:f"], "; --probe was removed: "),
-        (
-            ["--gbps", "1", "--replicas", "2", "--parameters", "9"],
-            "; --replicas was removed: train a few steps with each layout, and compare with ",
-        ),
     ],
 )
 def test_refusals(capsys, arguments, message):

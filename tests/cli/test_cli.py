@@ -235,34 +235,22 @@ def test_runs_as_a_module_and_prints_nothing_but_json():
 LONG = {"name": "topk", "density": 0.123456, "indices": "rice", "values": {"name": "quantize", "bits": 4}}
 LONG_BLOCK = {"forward": {"codec": LONG, "feedback": "ef21"}, "backward": {"codec": "bf16"}}
 SIZES = ["--stages", "3", "--shape", "4,1024,4096"]
-WIDTHS = [40, 80, 100, 300]
 
 
-@pytest.fixture
-def printed(tmp_path, monkeypatch, capsys):
-    file = tmp_path / "a_recipe_with_a_name_that_is_so_long_that_it_fills_a_line_of_eighty_columns_alone.json"
-    file.write_text(json.dumps({"ds_compress": LONG_BLOCK}))
-
-    def run(width, *arguments):
-        monkeypatch.setenv("COLUMNS", str(width))
-        assert main([argument.replace("DS_CONFIG", str(file)) for argument in arguments]) == 0
-        return capsys.readouterr().out
-
-    return run
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.extended(keep=2)
-def test_check(width, printed):
-    out = printed(width, "check", "DS_CONFIG", *SIZES)
-    for row in json.loads(printed(width, "check", "DS_CONFIG", *SIZES, "--json")):
+@pytest.mark.parametrize("width", ["40", "300"])
+def test_check(width, check, monkeypatch):
+    monkeypatch.setenv("COLUMNS", width)
+    out = check({"ds_compress": LONG_BLOCK}, *SIZES).out
+    for row in rows_of(check({"ds_compress": LONG_BLOCK}, *SIZES, "--json")):
         assert row["codec"] in out and f"{row['raw_bytes']:,}" in out and f"{row['wire_bytes']:,}" in out
         assert f"{row['ratio']:.2f}" in out and f"{row['bits_per_value']:.3f}" in out
     assert "…" not in out and "wire bytes" in out
 
 
-def test_list(printed):
-    out = printed(40, "list")
+def test_list(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["list"]) == 0
+    out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 40
     letters = re.sub(r"[\s•]", "", out)  # lines break anywhere
     for entries in reference().values():

@@ -1,9 +1,9 @@
 """`ds-compress report`: what it reads, what it draws, and that a browser shows it."""
 
 import html
-import html.parser
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -19,14 +19,14 @@ from tests.support.launch_scripts import read_run, write_csv
 PLOTS = {"loss.png", "bytes.png", "step_time.png"}
 
 
-def write_run(folder, wire, loss=1.0, boundaries=2, error=0.1):
+def write_run(folder, wire, loss=1.0):
     samples = [32 * step for step in range(1, 21)]
     write_csv(folder, LOSS, [(x, loss + 10 / x) for x in samples])
     written = samples[9::10]
     for name, value in (("step_ms", 100.0), ("uncompressed_step_ms", 150.0)):
         write_csv(folder, label(name), [(x, value) for x in written])
-    values = {"relative_error": error, "encode_ms": 5.0, "decode_ms": 4.0, "wait_ms": 20.0, "send_ms": 1.0}
-    for boundary in range(boundaries):
+    values = {"relative_error": 0.1, "encode_ms": 5.0, "decode_ms": 4.0, "wait_ms": 20.0, "send_ms": 1.0}
+    for boundary in range(2):
         for direction in DIRECTIONS:
             write_csv(folder, label("raw_bytes", boundary, direction), [(x, 1000 * x) for x in written])
             write_csv(folder, label("wire_bytes", boundary, direction), [(x, wire * x) for x in written])
@@ -35,7 +35,7 @@ def write_run(folder, wire, loss=1.0, boundaries=2, error=0.1):
 
 
 def runs(tmp_path):
-    write_run(tmp_path / "none" / "csv", 1000, error=0.0)
+    write_run(tmp_path / "none" / "csv", 1000)
     write_run(tmp_path / "topk" / "csv", 100, loss=1.2)
     write_run(tmp_path / "<quantize>" / "csv", 250, loss=1.01)
     return [str(tmp_path / name) for name in ("none", "topk", "<quantize>")]
@@ -46,18 +46,9 @@ def test_report_of_three_runs(tmp_path, capsys):
     assert f"wrote {tmp_path}/out/report.html and 3 PNG files" in capsys.readouterr().out
     written = {file.name for file in (tmp_path / "out").iterdir()}
     assert written == PLOTS | {"report.html"}
-
-    seen = []
-
-    class Page(html.parser.HTMLParser):
-        def handle_starttag(self, tag, attrs):
-            seen.append((tag, dict(attrs)))
-
     text = (tmp_path / "out" / "report.html").read_text()
-    Page().feed(text)
-    images = [attributes["src"] for tag, attributes in seen if tag == "img"]
-    assert len(images) == 3 and all(src.startswith("data:image/png;base64,") for src in images)
-    assert not any(tag in ("script", "link", "iframe") for tag, _ in seen)  # nothing is fetched
+    assert re.findall(r'<img [^>]*src="([\w:/;]+),', text) == ["data:image/png;base64"] * 3
+    assert not re.search("<(script|link|iframe)", text)  # nothing is fetched
     assert "&lt;quantize&gt;" in text and "<quantize>" not in text
 
 

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.config import Config
 from ds_compress.message.channel import Boundary, Channel
 from ds_compress.message.channel_end import SendingEnd
@@ -15,10 +14,9 @@ from ds_compress.message.meters import SendingMeter
 from ds_compress.monitor import lines
 from ds_compress.monitor.limits import MessageQuality
 from ds_compress.monitor.metrics import residual_values
-from ds_compress.testing import relative_error
 from ds_compress.transport.p2p import Sender
 from ds_compress.transport.streams import CodecStream
-from tests.support.codecs import FIRST_ROW, first_row_codec, message_with_sink
+from tests.support.codecs import FIRST_ROW, error_of, first_row_codec, message_with_sink, roundtrip
 
 
 class HeldSender(Sender):
@@ -200,31 +198,41 @@ def test_a_step_that_overflows_is_no_excess_but_two_in_a_row_are():
 
 STOCHASTIC = {"name": "quantize", "bits": 2, "hadamard": True, "rounding": "stochastic"}
 DEAD_ZONE = {"name": "entropy", "bits": 1.5}
-SHAPE = (8, 64, 128)
 
 
-def gradients(seed, shape=SHAPE):
+def gradients(seed):
     """Few tokens have large gradients; what all have in common is small."""
     generator = torch.Generator().manual_seed(seed)
-    common = torch.randn(shape[-1], generator=torch.Generator().manual_seed(99))
-    size = torch.rand(*shape[:-1], 1, generator=generator) ** 6
-    return 0.2 * common + 3 * size * torch.randn(shape, generator=generator)
+    common = torch.randn(128, generator=torch.Generator().manual_seed(99))
+    size = torch.rand(8, 64, 1, generator=generator) ** 6
+    return 0.2 * common + 3 * size * torch.randn(8, 64, 128, generator=generator)
 
 
-def measured(choice, messages=AVERAGED, scale=1.0, dtype=torch.float32):
-    codec, found, errors = build(choice), GradientError(), []
+def accumulated(arrives, messages=AVERAGED, sent=gradients):
+    """Of so many messages; `arrives` returns what arrives of one, by its number."""
+    found = GradientError()
     for number in range(messages):
-        x, ctx = (scale * gradients(number)).to(dtype), Context(micro_batch=number, direction="backward")
-        y = codec.decode(codec.encode(x, ctx), TensorSpec.of(x), ctx)
-        found.add([x], [y])
-        errors.append(relative_error(x, y))
-    return found, max(errors)
+        x = sent(number)
+        found.add([x], [arrives(number, x)])
+    return found
+
+
+def through(choice):
+    """For `accumulated`: what a codec makes of a gradient."""
+    return lambda number, x: roundtrip(choice, x, micro_batch=number, direction="backward")
+
+
+def centered(number):
+    """Gradients that add up to 0."""
+    x = gradients(number).flatten(0, 1)
+    return x - x.mean(0)
 
 
 def test_a_dead_zone_is_worse_than_unbiased_rounding_of_twice_its_error():
     """By their relative errors it was the other way round."""
-    (unbiased, large), (biased, small) = measured(STOCHASTIC), measured(DEAD_ZONE)
-    assert large > 1.3 * small
+    x = gradients(0)
+    assert error_of(STOCHASTIC, x) > 1.3 * error_of(DEAD_ZONE, x)
+    unbiased, biased = accumulated(through(STOCHASTIC)), accumulated(through(DEAD_ZONE))
     assert unbiased.value < 0.2 < 0.4 < biased.value
     assert unbiased.bias_and_total()[0] < 0.1
 
@@ -232,34 +240,21 @@ def test_a_dead_zone_is_worse_than_unbiased_rounding_of_twice_its_error():
 def test_sums_that_cancel_tell_nothing_of_unbiased_noise():
     """Behind batch normalization gradients add up to 0: recipes had an error of 1 under a CNN, and cost
     nothing."""
-    found, codec = GradientError(), build(STOCHASTIC)
-    for number in range(AVERAGED):
-        x, ctx = gradients(number).flatten(0, 1), Context(micro_batch=number, direction="backward")
-        x = x - x.mean(0)
-        found.add([x], [codec.decode(codec.encode(x, ctx), TensorSpec.of(x), ctx)])
-    assert found.value < 0.3
+    assert accumulated(through(STOCHASTIC), sent=centered).value < 0.3
 
 
-@pytest.mark.parametrize("centered", [False, True])
-@pytest.mark.parametrize("arrives", [0.0, 0.01, 0.5])
-def test_a_codec_that_loses_all_is_seen_as_losing_all(arrives, centered):
+@pytest.mark.parametrize("sent", [gradients, centered])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5])
+@pytest.mark.parametrize("messages", [1, AVERAGED])
+def test_a_codec_that_loses_all_is_seen_as_losing_all(messages, share, sent):
     """Where gradients have no significant mean the error never exceeded .354, below the limit."""
-    found = GradientError()
-    for number in range(AVERAGED):
-        x = gradients(number).flatten(0, 1)
-        x = x - x.mean(0) if centered else x
-        found.add([x], [arrives * x])
-        assert found.value == pytest.approx(1 - arrives, rel=0.01)
+    found = accumulated(lambda number, x: share * x, messages, sent)
+    assert found.value == pytest.approx(1 - share, rel=0.01)
 
 
 def test_a_codec_that_sends_few_entries_loses_the_others():
     """The guard missed randomk of 1 % backward, whose training loss was 5.4 % higher."""
-    codec, found = build({"name": "randomk", "density": 0.01}), GradientError()
-    for number in range(AVERAGED):
-        x, ctx = gradients(number), Context(micro_batch=number, direction="backward")
-        x = x - x.mean((0, 1))
-        found.add([x], [codec.decode(codec.encode(x, ctx), TensorSpec.of(x), ctx)])
-    assert found.value > 0.9
+    assert accumulated(through({"name": "randomk", "density": 0.01}), sent=centered).value > 0.9
 
 
 def with_explosion(number):
@@ -271,39 +266,39 @@ def with_explosion(number):
 
 def test_a_gradient_that_explodes_hides_no_other_token():
     """All tokens but one were lost, and the error of accumulated gradients was 0.05."""
-    found, exact = GradientError(), GradientError()
-    for number in range(AVERAGED):
-        x = with_explosion(number)
-        kept = torch.where(x.abs().amax(-1, keepdim=True) > 1e3, x, 0.0)
-        found.add([x], [kept])
-        exact.add([x], [x.bfloat16().float()])
-    assert found.value > 0.4 and exact.value < 0.01
+
+    def largest_alone(number, x):
+        return torch.where(x.abs().amax(-1, keepdim=True) > 1e3, x, 0.0)
+
+    assert accumulated(largest_alone, sent=with_explosion).value > 0.4
+    assert accumulated(through("bf16"), sent=with_explosion).value < 0.01
 
 
 @pytest.mark.parametrize("messages", [1, 2])
 def test_few_messages_tell_a_large_bias(messages):
-    assert measured(STOCHASTIC, messages)[0].value < 0.25
-    assert measured(DEAD_ZONE, messages)[0].value > 0.3
+    assert accumulated(through(STOCHASTIC), messages).value < 0.25
+    assert accumulated(through(DEAD_ZONE), messages).value > 0.3
 
 
 @pytest.mark.parametrize(
     "scale, dtype", [(1e-30, torch.float32), (1e25, torch.float32), (1.0, torch.bfloat16)]
 )
 def test_units_do_not_matter(scale, dtype):
-    expected = measured({"name": "topk", "density": 0.1})[0].value
-    assert measured({"name": "topk", "density": 0.1}, scale=scale, dtype=dtype)[0].value == pytest.approx(
-        expected, rel=0.05
-    )
+    def scaled(number):
+        return (scale * gradients(number)).to(dtype)
+
+    expected = accumulated(through("topk")).value
+    assert accumulated(through("topk"), sent=scaled).value == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize("shape", [(5,), (3, 7), (2, 3, 16), (4, 8, 6, 6)])
 def test_a_share_that_is_always_lost_is_the_error(shape):
     """Whatever the shape; columns of images are their channels."""
-    found = GradientError()
-    for number in range(3):
-        x = 1 + torch.rand(shape, generator=torch.Generator().manual_seed(number))
-        found.add([x], [0.75 * x])
-    assert found.value == pytest.approx(0.25, rel=0.2)
+
+    def positive(number):
+        return 1 + torch.rand(shape, generator=torch.Generator().manual_seed(number))
+
+    assert accumulated(lambda number, x: 0.75 * x, 3, positive).value == pytest.approx(0.25, rel=0.2)
 
 
 def test_what_says_nothing_is_unknown():

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from ds_compress.planning.choice import (
 from ds_compress.planning.depth import MemoryBudget
 from ds_compress.planning.evaluate import REPEATS, evaluate, to_evaluation
 from ds_compress.planning.step_time import LinkSpeed, MessageCost, Workload
+from tests.monitor.test_meters import gradients
 
 SHAPE = (512, 256)
 SCALE = 64  # messages are so many times as large as the tensor that their errors are measured on
@@ -125,25 +127,19 @@ def test_each_boundary_has_errors_of_its_own(evaluations):
         assert chosen["step_s"] <= 1.02 * min(sizes)
 
 
+def setting(name, feedback="none", nbytes=1):
+    """A candidate that loses nothing."""
+    block = {direction: {"codec": name, "feedback": feedback} for direction in DIRECTIONS}
+    message = EvaluatedMessage(MessageCost(nbytes), 0.0, 0.0, 0.0)
+    return Evaluation(Candidate(name, block, True), message, message)
+
+
 def test_an_unknown_error_is_above_every_limit():
-    candidate = Candidate("odd", {direction: {"codec": "bf16"} for direction in DIRECTIONS}, True)
-    odd = Evaluation(
-        candidate,
-        EvaluatedMessage(MessageCost(1), 0.0, 0.0, 0.0),
-        EvaluatedMessage(MessageCost(1), math.inf, math.inf, math.inf),
-    )
-    none = Candidate("none", {direction: {"codec": "none"} for direction in DIRECTIONS}, True)
-    known = Evaluation(none, *(EvaluatedMessage(MessageCost(RAW), 0.0, 0.0, 0.0),) * 2)
+    unknown = EvaluatedMessage(MessageCost(1), math.inf, math.inf, math.inf)
+    odd = replace(setting("bf16"), backward=unknown)
     networks = (LinkSpeed(1e6),) * (STAGES - 1)
-    rows = ranked([[known, odd]] * (STAGES - 1), ErrorLimits(1e9, 1e9), networks, 0.01)
-    assert pick_best(rows, ErrorLimits(1e9, 1e9))["recipe"] == "odd / none"
-
-
-def setting(name, feedback=None):
-    directions = {d: {"codec": name} | ({"feedback": feedback} if feedback else {}) for d in DIRECTIONS}
-    return Evaluation(
-        Candidate(name, directions, True), *(EvaluatedMessage(MessageCost(1), 0.0, 0.0, 0.0),) * 2
-    )
+    rows = ranked([[setting("none", nbytes=RAW), odd]] * 2, ErrorLimits(1e9, 1e9), networks, 0.01)
+    assert pick_best(rows, ErrorLimits(1e9, 1e9))["recipe"] == "bf16 / none"
 
 
 def test_a_block_says_most_once():
@@ -226,20 +222,12 @@ def test_a_feedback_is_judged_by_messages_that_differ(feedback):
     assert error(feedback, [0]) == error(feedback, [0] * REPEATS) != pytest.approx(truth, rel=0.06)
 
 
-def gradient(number):
-    """Few rows are large; what all have in common is small."""
-    size = torch.rand(8 * ROWS, 1, generator=torch.Generator().manual_seed(number)) ** 6
-    common = torch.randn(WIDTH, generator=torch.Generator().manual_seed(99))
-    (noise,) = drawn(number, (8 * ROWS, WIDTH))
-    return [0.2 * common + 3 * size * noise]
-
-
 def test_gradients_are_within_a_class_by_what_does_not_average_out():
     """The unbiased code had twice the error, and was left out; the biased one costs much more."""
     found = {}
     for rounding in ("nearest", "dither"):
         codec = {"name": "entropy", "bits": 1.5, "rounding": rounding}
-        messages = {number: gradient(number) for number in range(REPEATS)}
+        messages = {number: [gradients(number)] for number in range(REPEATS)}
         candidate, measured = evaluated({"backward": {"codec": codec}}, messages)
         assert measured["forward"]["gradient_error"] == 0
         found[rounding] = to_evaluation(candidate, measured)

@@ -17,6 +17,7 @@ from deepspeed.runtime.pipe.schedule import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_compress.planning.depth import micro_batches_in_flight
 from ds_compress.planning.schedule import DepthSchedule, is_deepspeed_schedule
 
 PIPELINES = st.integers(1, 6), st.integers(1, 24), st.integers(1, 5)  # stages, micro-batches, depth
@@ -48,7 +49,7 @@ def test_so_many_forward_passes_come_before_the_first_backward_pass(stages, micr
     for stage in range(stages):
         schedule = DepthSchedule(micro_batches, stages, stage, depth)
         kinds = [type(i) for i in flat(schedule) if type(i) in (ForwardPass, BackwardPass)]
-        ahead = min(depth * (stages - 1 - stage) + 1, micro_batches)
+        ahead = micro_batches_in_flight(depth, micro_batches, stages, stage)
         rest = micro_batches - ahead
         assert kinds == [ForwardPass] * ahead + [BackwardPass, ForwardPass] * rest + [BackwardPass] * ahead
         assert max(2, ahead) == schedule.num_pipe_buffers()

@@ -16,9 +16,8 @@ from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.errors import CompressionError
 from ds_compress.feedback import FeedbackCodec
 from ds_compress.message.gradient_error import estimate_gradient_error
-from ds_compress.planning.choice import Candidate, EvaluatedMessage, Evaluation
-from ds_compress.planning.evaluate import Measurements
-from ds_compress.planning.step_time import MessageCost
+from ds_compress.planning.choice import Candidate, Evaluation
+from ds_compress.planning.evaluate import UNKNOWN, Measurements, to_evaluation
 
 ERROR_NUMEL = 1 << 20
 """Where codecs are not timed, messages have at most so many values, or one row."""
@@ -43,32 +42,28 @@ def evaluate_from_args(candidate: Candidate, args: argparse.Namespace) -> Evalua
             f"{KEY}.boundaries: gives boundaries codecs of their own, but a step is predicted with the same "
             "at all of them; leave it out"
         )
-    forward, backward = (_evaluate_message(config, row, args) for row in rows[:2])
-    return Evaluation(candidate, forward, backward)
+    return to_evaluation(candidate, {row["direction"]: _measurements(config, row, args) for row in rows[:2]})
 
 
-def _evaluate_message(config: Config, row: dict[str, Any], args: argparse.Namespace) -> EvaluatedMessage:
-    """Evaluate the message that `row` of `message_sizes` describes."""
+def _measurements(config: Config, row: dict[str, Any], args: argparse.Namespace) -> Measurements:
+    """Measure the message that `row` of `message_sizes` describes."""
     if row["codec"] in UNCOMPRESSED:
-        return EvaluatedMessage(MessageCost(row["wire_bytes"]), 0.0, 0.0, 0.0)
+        return {**dict.fromkeys(UNKNOWN, 0.0), "bytes": row["wire_bytes"]}
     spec, codec = message_spec(args), getattr(config.in_force.codecs(0), row["direction"])
-    part, nbytes, width = spec, row["wire_bytes"], spec.shape[-1]
+    part, width = spec, spec.shape[-1]
     if args.codec_gbps and spec.numel > ERROR_NUMEL:
         part = replace(spec, shape=(max(1, ERROR_NUMEL // width), width))
     block = json.dumps({**config.written, "min_numel": 0})  # the message is large enough, its part may not be
-    found = _measure(block, part)[row["direction"]]
-    if isinstance(codec, VariableSizePayload):  # `check` gives its maximum
-        nbytes = int(found["bytes"] * spec.numel / part.numel)
-    encode, decode = found["encode"], found["decode"]
+    found = dict(_measure(block, part)[row["direction"]])
+    varies = isinstance(codec, VariableSizePayload)  # `check` gives its maximum
+    found["bytes"] = found["bytes"] * spec.numel / part.numel if varies else row["wire_bytes"]
     if args.codec_gbps:
-        encode = decode = spec.nbytes / (args.codec_gbps * 1e9)
-    error, token_error = found["error"], found["token_error"]
-    if math.isinf(token_error):  # nothing arrives of some tokens: as if that held for all
-        token_error = max(1.0, error)
-    gradient_error = found["gradient_error"]
+        found["encode"] = found["decode"] = spec.nbytes / (args.codec_gbps * 1e9)
+    if math.isinf(found["token_error"]):  # nothing arrives of some tokens: as if that held for all
+        found["token_error"] = max(1.0, found["error"])
     if not isinstance(codec, FeedbackCodec):  # random values hide the bias, for which a feedback makes up
-        gradient_error = estimate_gradient_error(error, codec.unbiased)
-    return EvaluatedMessage(MessageCost(nbytes, encode, decode), token_error, gradient_error, error)
+        found["gradient_error"] = estimate_gradient_error(found["error"], codec.unbiased)
+    return found
 
 
 @cache

@@ -44,7 +44,8 @@ def list_recipes(
         footprint: of each stage, where it was predicted.
     """
     spec, boundaries, found = message_spec(args), args.stages - 1, list[PipelineRecipe]()
-    tied = _tied_values(args, footprint)
+    # values of a trained weight that two stages share
+    tied = args.tied or max((own.tied_values for own in footprint), default=0)
     itemsize = 2 if args.dtype == "fp16" else 4  # bf16 is added up in fp32
     for name, block in files.items():
         with errors_at(f"recipe {name}"):
@@ -85,11 +86,6 @@ def exchanged_bytes(block: dict[str, Any], values: int, itemsize: int) -> int:
         return itemsize * values
     half = TensorSpec((slice_numel(values, 2),), torch.float32)
     return 2 * sum(TensorSpec(*part).nbytes for part in codec.layout(half))
-
-
-def _tied_values(args: argparse.Namespace, footprint: "Sequence[StageFootprint]") -> int:
-    """Return the values of a trained weight that two stages share."""
-    return args.tied or max((own.tied_values for own in footprint), default=0)
 
 
 def _budgets(

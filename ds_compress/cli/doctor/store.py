@@ -69,11 +69,8 @@ def _measure(store: Any) -> dict[str, float]:
             # the store says nothing to what it is given, so a question follows
             up = seconds(lambda content=content: (store.set(key, content), store.check([key])))  # type: ignore[misc]
             down = seconds(lambda: store.get(key))
-            times, sent, nbytes = (
-                (max(up - round_trip, 1e-6), max(down - 2 * round_trip, 1e-6)),
-                nbytes,
-                4 * nbytes,
-            )
+            times = max(up - round_trip, 1e-6), max(down - 2 * round_trip, 1e-6)
+            sent, nbytes = nbytes, 4 * nbytes
     finally:
         store.delete_key(key)
     up, down = (8e-9 * sent / each for each in times)
