@@ -28,7 +28,17 @@ from ds_compress.cli import parser
 from ds_compress.config.recipes import EVIDENCE
 from ds_compress.monitor import metrics
 from launch import forward_errors
-from launch.reproduce.costs import ACROSS, REAL, SMALL, Cost, cost_table, costs_of, replicas_table, worst
+from launch.reproduce.costs import (
+    ACROSS,
+    REAL,
+    SMALL,
+    Cost,
+    cost_table,
+    costs_of,
+    replicas_table,
+    tied_table,
+    worst,
+)
 from launch.reproduce.grid import read_rows
 from launch.reproduce.guard_table import FILES, guard_table
 from launch.reproduce.run import Row
@@ -60,6 +70,7 @@ MARKS = {
         "recipes",
         "errors",
         "small",
+        "tied",
         "long",
         "costs",
         "guard",
@@ -299,6 +310,7 @@ def pages() -> Iterator[tuple[Path, str]]:
     parts = {
         "recipes": recipes_table(),
         "small": small_table(),
+        "tied": tied_table(all_rows(["real", "tied"])),
         "long": costs_table(["long"]),
         "errors": f"{forward_errors.correlations(errors)}\n\n{forward_errors.budgets(errors)}",
         "costs": costs_table(["real", "small", "wide"]),
@@ -311,7 +323,7 @@ def pages() -> Iterator[tuple[Path, str]]:
     }
     pages = {
         "README.md": ["recipes"],
-        "docs/evidence.md": ["recipes", "errors", "long", "small"],
+        "docs/evidence.md": ["recipes", "errors", "long", "tied", "small"],
         "docs/cost-tables.md": ["costs", "guard"],
         "docs/replicas.md": ["replicas", "replica-links"],
         "docs/speed.md": ["steps", "codecs"],

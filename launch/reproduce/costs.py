@@ -34,6 +34,20 @@ REPLICA_NAMES = {
     "replicas4-dither+basis4/dither3": "4 bits, dither; stages as `safe` of release 0.3",
 }
 """Names of settings in the table of gradients between replicas."""
+TIED_TASKS = {
+    "smollm2-full": "SmolLM2, fine-tuned, 200 steps",
+    "tied-300": "from scratch, 300 steps",
+    "tied-1200": "from scratch, 1,200 steps",
+}
+TIED_NAMES = {
+    "tied4-ef": "4 bits, `ef`; messages exact",
+    "tied2-ef": "2 bits, `ef`; messages exact",
+    "tied1%-ef": "`topk` 1 %, `ef`; messages exact",
+    "entropy4-rank8/dither3": "exact; messages as `safe`",
+    "tied4-ef+entropy4-rank8/dither3": "4 bits, `ef`; messages as `safe`: recipe `safe`",
+    "tied1%-ef+entropy4-rank8/dither3": "`topk` 1 %, `ef`; messages as `safe`",
+}
+"""Tasks and settings in the table of gradients of a tied embedding."""
 
 
 class Cost(NamedTuple):
@@ -145,6 +159,15 @@ def replicas_table(rows: Sequence[Row]) -> str:
         name = REPLICA_NAMES.get(setting, f"`{setting}`")
         lines.append([name, f"{raw / wire:.1f}", *cells])
     return markdown(["setting", "times fewer bytes", *tasks], lines)
+
+
+def tied_table(rows: Sequence[Row]) -> str:
+    """Compare settings of gradients of a tied embedding."""
+    lines = []
+    for setting, name in TIED_NAMES.items():
+        costs = {cost.task: cost for cost in costs_of(rows, setting, ("real", "tied"))}
+        lines.append([name, *(_cell(costs.get(task)) for task in TIED_TASKS)])
+    return markdown(["gradients of the embedding", *TIED_TASKS.values()], lines)
 
 
 def _cell(cost: Cost | None) -> str:
