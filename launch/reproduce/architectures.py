@@ -199,10 +199,10 @@ def llama(size: LanguageSize) -> list[nn.Module]:
 
 
 def tied(size: LanguageSize) -> list[nn.Module]:
-    assert isinstance(size, TiedSize)
+    tokens = size.vocabulary if isinstance(size, TiedSize) else BYTES
     layers = llama(size)
-    layers[0] = embedding = nn.Embedding(size.vocabulary, size.hidden)
-    layers[-1].logits = nn.Linear(size.hidden, size.vocabulary, bias=False)
+    layers[0] = embedding = nn.Embedding(tokens, size.hidden)
+    layers[-1].logits = nn.Linear(size.hidden, tokens, bias=False)
     nn.init.normal_(embedding.weight, std=0.02)
     layers[-1].logits.weight = embedding.weight
     return layers
