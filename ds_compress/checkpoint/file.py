@@ -98,9 +98,9 @@ class Metadata(Options):
     """Name of the file itself: a file of another rank is refused."""
     id: str = ""
     base: None = None
-    """From releases up to 0.2, like `id`; a file with changes to another one had a base, and is refused."""
+    """From releases up to 0.3, like `id`; a file with changes to another one had a base, and is refused."""
     eight_bits: dict[str, str] = Field({}, max_length=0)
-    """From releases up to 0.2, which could store state in 8 bits; such a file is refused."""
+    """From releases up to 0.3, which could store state in 8 bits; such a file is refused."""
     names: str
     """Hash of the names of all entries, sorted: BLAKE2b, 8 bytes, hexadecimal."""
     hashes: str

@@ -222,10 +222,9 @@ def check_policy(name: str, block: Block) -> None:
 def _check_auto(block: Block) -> None:
     """Refuse what contradicts recipe "auto", and options that have no effect without it."""
     auto = block.recipe == AUTO
-    if auto != (block.quality is not None):
-        which = "recipe 'auto'" if auto else "no recipe 'auto'"
+    if block.quality is not None and not auto:
         raise CompressionError(
-            f"{KEY}.quality: {shown(block.quality)} is not allowed with {which}; "
+            f"{KEY}.quality: {shown(block.quality)} is not allowed with no recipe 'auto'; "
             f"allowed: an error budget with recipe 'auto' alone: {', '.join(LIMITS)}"
         )
     for key in (*DIRECTIONS, "boundaries"):

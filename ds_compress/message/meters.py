@@ -162,11 +162,7 @@ def _counting(exempt: Sequence[str]) -> list[int]:
 def largest(tensors: Sequence[Tensor]) -> Tensor:
     """Return the largest magnitude in a message's float tensors, float64 on the device; inf or nan if one
     holds it."""
-    extremes = [torch.stack(t.detach().aminmax()).abs().max() for t in tensors if _is_compared(t)]
-    if not extremes:
+    floats = [each.detach() for each in tensors if each.dtype.is_floating_point and each.numel() > 0]
+    if not floats:
         return torch.zeros((), dtype=torch.float64, device=tensors[0].device)
-    return torch.stack([extreme.double() for extreme in extremes]).max()
-
-
-def _is_compared(tensor: Tensor) -> bool:
-    return tensor.dtype.is_floating_point and tensor.numel() > 0
+    return torch.stack([torch.stack(each.aminmax()).abs().max().double() for each in floats]).max()

@@ -93,9 +93,7 @@ class Slice:
         if part.numel() == self.spec.numel and part.dtype == self.spec.dtype and scale == 1.0:
             return part
         whole = torch.zeros(self.spec.shape, dtype=self.spec.dtype, device=self.spec.device)
-        torch.div(part, scale, out=whole[: part.numel()]) if scale != 1.0 else whole[: part.numel()].copy_(
-            part
-        )
+        torch.div(part, scale, out=whole[: part.numel()])
         return whole
 
 

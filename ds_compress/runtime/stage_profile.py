@@ -138,11 +138,6 @@ class StageProfiler:
             found[f"bytes {direction}"] = size
         for name, each in self._codecs.items():
             found[name] = min(each) / 1e3
-        return found | self._links()
-
-    def _links(self) -> Row:
-        """Probe the links to the neighbours."""
-        found = {}
         for is_after, measured in probe_links(self._stage, probe):
             found["from after" if is_after else "from before"] = measured.incoming
             if is_after:

@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from torch.distributed import Store
 
@@ -48,7 +48,6 @@ BEATS = 1000
 TRANSFERS = "/torch/distributed/", p2p.__file__
 """Parts of the names of files whose functions wait for transfers."""
 
-FAILURE_KEY = "ds_compress/failure"
 LONGEST_FAILURE = 2000
 """Longest text of a failure, in bytes; a line is longer."""
 
@@ -65,7 +64,6 @@ class Watchdog:
             store: of the default process group; all ranks call this alike.
             seconds: of silence after which a rank that is needed has failed.
         """
-        self._store = store
         self._rank = rank
         self._seconds = seconds
         self._tick = min(max(1.0, world_size / BEATS), seconds / 4)
@@ -84,7 +82,6 @@ class Watchdog:
         self._missed = 0.0  # seconds since when a rank has left others that are inside
         self._blocked = 0.0  # seconds since when all of these wait for transfers
         self._is_known = threading.Event()  # the failure is
-        self._storing: threading.Thread | None = None  # writes the failure to the store
         self._overdue = 0.0  # seconds since the failure while inside
         self._failure = ""  # of the job
         self._last_tick = time.monotonic()
@@ -137,16 +134,13 @@ class Watchdog:
         if os.getpid() != self._process or self._is_closed:
             return
         atexit.unregister(self._at_exit)
-        self._end_threads()
+        self._end_thread()
 
-    def _end_threads(self) -> None:
-        # Python ends a thread that asks for its lock after the main thread has ended; inside torch's C++,
-        # which the store is, that aborts the process
+    def _end_thread(self) -> None:
         self._is_closed = True
         self._connections.wake()
-        for thread in (self._thread, self._storing):
-            if thread is not None and thread is not threading.current_thread():
-                thread.join(GRACE)
+        if self._thread is not threading.current_thread():
+            self._thread.join(GRACE)
 
     def _at_exit(self) -> None:
         if os.getpid() != self._process:
@@ -155,7 +149,7 @@ class Watchdog:
             self._fail(self._error)
         if self._is_connected.wait(GRACE):  # the thread may not have run since the last call
             self._report()
-        self._end_threads()
+        self._end_thread()
 
     def _fail(self, text: str) -> None:
         """Record that the job has failed; only the first reason counts."""
@@ -164,17 +158,6 @@ class Watchdog:
         self._failure, self._overdue = _cut(text), 0.0
         self._is_known.set()
         self._report()
-        if self._rank == 0:  # for whoever looks at the job from outside
-            try:  # not here: another thread may wait in the store
-                self._storing = threading.Thread(target=self._store_failure, daemon=True)
-                self._storing.start()
-            except RuntimeError:  # Python is ending
-                self._storing = None
-                self._store_failure()
-
-    def _store_failure(self) -> None:
-        with suppress(RuntimeError):
-            self._store.set(FAILURE_KEY, self._failure)
 
     def _report(self) -> None:
         """Report to the others the progress of this rank, or that the job has failed."""

@@ -19,18 +19,6 @@ def flipped(content, rng):
     return content
 
 
-def flipped_header(content, rng):
-    (length,) = struct.unpack("<Q", content[:8])
-    return flipped(content[: 8 + length], rng) + content[8 + length :]
-
-
-def flipped_data(content, rng):
-    (length,) = struct.unpack("<Q", content[:8])
-    content = bytearray(content)
-    content[rng.randrange(8 + length, len(content))] ^= 1 << rng.randrange(8)
-    return content
-
-
 def cut(content, rng):
     return content[: rng.randrange(len(content))]
 
@@ -38,12 +26,6 @@ def cut(content, rng):
 def longer(content, rng):
     at = rng.randrange(len(content) + 1)
     return content[:at] + rng.randbytes(rng.randint(1, 64)) + content[at:]
-
-
-def overwritten(content, rng):
-    content, at = bytearray(content), rng.randrange(len(content) - 64)
-    content[at : at + rng.randint(1, 64)] = bytes(rng.randint(1, 64))
-    return content
 
 
 def noise(content, rng):
@@ -144,7 +126,7 @@ def wrong_content(path, rng):
     return signed(path, entries)
 
 
-ACCIDENTS = [flipped, flipped_header, flipped_data, cut, longer, overwritten, noise, huge_header, huge_shape]
+ACCIDENTS = [flipped, cut, longer, noise, huge_header, huge_shape]
 MISTAKES = [unsigned, wrong_type, wrong_content]
 
 

@@ -70,14 +70,6 @@ def saved(tmp_path_factory):
     return sides, root, path, whole
 
 
-def same(ours, theirs):
-    return ours.keys() == theirs.keys() and all(
-        ours[position].keys() == theirs[position].keys()
-        and all(torch.equal(ours[position][key], theirs[position][key]) for key in ours[position])
-        for position in ours
-    )
-
-
 def attack(saved, count, seed):
     """Damage the file so many times; by way, how often a side was refused, and how often none was."""
     sides, root, target, whole = saved
@@ -93,7 +85,7 @@ def attack(saved, count, seed):
             found = [load_side(root, "b", RANK, side, STEP) for side in sides]
             for ours, before in zip(found, whole):
                 if ours.status == RESTORED:
-                    assert same(ours.memories, before.memories), way
+                    torch.testing.assert_close(ours.memories, before.memories, rtol=0, atol=0, msg=way)
                 assert ours.memories == {} or ours.status == RESTORED
             Verdict(Verdict.row((s.layer, 0, 0), s, f).tolist() for s, f in zip(sides, found)).report(root)
             survived = all(ours.status == RESTORED for ours in found)
@@ -110,7 +102,7 @@ def test_no_damaged_file_is_loaded(saved, caplog):
     caplog.set_level(logging.ERROR, "ds_compress")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     refused, held = attack(saved, 1600, seed=0)
-    assert sum(refused.values()) > 1590 and len(refused) == 12 and not held, (refused, held)
+    assert sum(refused.values()) > 1590 and len(refused) == 9 and not held, (refused, held)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KiB
 
 
@@ -195,20 +187,14 @@ def test_other_steps_and_settings_are_as_before(saved, path):
     assert [each.status for each in found(saved)] == [CHANGED, RESTORED]
 
 
-def test_a_file_of_release_0_2_is_read(tmp_path):
-    """It has an id, and no base where its tensors are not changes to those of another file."""
-    path = tmp_path / "state.safetensors"
-    entries, old = {"4/upstream/0/lowrank/q": torch.ones(3)}, {"id": "1", "base": None, "eight_bits": {}}
-    write(path, entries, EXACT, version="0.2.0", step=7, settings={}, **old)
-    assert StateFile(path).read("4/upstream/0/lowrank/q").tolist() == [1, 1, 1]
-
-
 def test_what_release_0_3_wrote_is_read(saved, tmp_path):
-    """It had the depth in a field of its own, and no state of it."""
+    """It had the depth in a field of its own, and no state of it. It has an id, and no base where its tensors
+    are not changes to those of another file."""
     path = tmp_path / saved[2].name
     policy = {"rungs": [[0, "backward", 1]], "state": {}}
     course = {"written": {}, "adopted": {}, "policy": policy, "guard": {"first_loss": 2.0}}
-    path.write_bytes(signed(saved[2], opened(saved[2])[0], schedule=[3, 2, 8], course=course))
+    old = {"schedule": [3, 2, 8], "id": "1", "base": None, "eight_bits": {}}
+    path.write_bytes(signed(saved[2], opened(saved[2])[0], course=course, **old))
     state = StateFile(path).metadata.state.model_dump(mode="json")
     assert state["guard"] == {"first_loss": 2.0} and state["depth"] == {}
     assert state["policy"]["rungs"] == [[0, "backward", 1]]

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ds_compress.checkpoint.file import DamagedFile, StateFile, write
 from ds_compress.config import Config
+from tests.checkpoint.damaged_files import opened
 from tests.checkpoint.test_checkpointer import END, SAVED, assert_same, config, ranks
 from tests.support.refusals import refusal
 
@@ -52,9 +52,7 @@ def test_a_file_is_smaller_and_has_what_the_codec_kept(codec, ratio, tmp_path):
 def test_a_part_that_is_damaged_is_not_decoded(change, tmp_path):
     file = saved(tmp_path / "state.safetensors", CODES, state())
     key = "4/upstream/0/forward/sender/ef"
-    with safe_open(file.path, "pt") as opened:
-        names = opened.keys()
-        entries, metadata = {name: opened.get_tensor(name) for name in names}, opened.metadata()
+    entries, metadata = opened(file.path)
     if change == "missing":
         del entries[f"{key}#1"]
     else:

@@ -152,7 +152,6 @@ BAD_BLOCKS = [
     ({**LOSSY, "guard": {"every": 0, "action": "stop"}}, ".guard.action: 'stop'", "with guard.every 0"),
     ({"quality": "safe"}, ".quality: 'safe' is not allowed with no recipe 'auto'; allowed: a", ""),
     ({**AUTO, "quality": "good"}, ".quality: 'good'", ""),
-    ({**AUTO, "quality": None}, ".quality: None", "is not allowed with recipe 'auto'"),
     ({**AUTO, "forward": {"codec": "bf16"}}, ".forward:", "is not allowed with recipe 'auto'"),
     ({**AUTO, "boundaries": {"0": {}}}, ".boundaries:", "is not allowed with recipe 'auto'"),
     ({**AUTO, "link": {"mode": "blocking"}}, ".link.mode: 'blocking'", "is not allowed with"),

@@ -1,6 +1,5 @@
 """Gradients of tied weights between stages: exact under `none`, copies stay equal, and nothing is lost."""
 
-import csv
 import functools
 import math
 
@@ -14,8 +13,10 @@ from torch import nn
 import ds_compress
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
-from ds_compress.monitor.metrics import EXCHANGE
-from tests.support.pipeline import Block, batches, build, ds_config, log_lines, printed_lines, skip_steps
+from ds_compress.monitor.metrics import EXCHANGE, exchange_label
+from tests.replicas.test_checkpoints import resume, train_and_save
+from tests.support.launch_scripts import read_run
+from tests.support.pipeline import Block, batches, build, ds_config, log_lines, printed_lines
 from tests.support.pipeline_kinds import fp16_on_cpu
 from tests.support.ranks import run_ranks
 from tests.support.replicas import KINDS as ALL_KINDS
@@ -137,9 +138,7 @@ def run(specs, config, replicas=1, **options):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("specs", "replicas"), [("ends", 1), ("ends", 2), ("three", 1), ("several", 1), ("frozen", 1)]
-)
+@pytest.mark.parametrize(("specs", "replicas"), CASES)
 @pytest.mark.extended(keep=3)
 def test_none_is_deepspeeds_all_reduce(kind, specs, replicas):
     """I1. Also in the warm-up, in which nothing is compressed yet."""
@@ -154,9 +153,7 @@ def test_none_is_deepspeeds_all_reduce(kind, specs, replicas):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("specs", "replicas"), [("ends", 1), ("ends", 2), ("three", 1), ("several", 1), ("frozen", 1)]
-)
+@pytest.mark.parametrize(("specs", "replicas"), CASES)
 @pytest.mark.extended(keep=4)
 def test_copies_stay_equal_and_learn_the_same(kind, specs, replicas):
     if specs == "frozen" and "bf16" in kind:
@@ -202,33 +199,14 @@ def test_a_skipped_step_leaves_residuals_as_they_were():
     assert [each["residuals"] for each in skipping] == [each["residuals"] for each in usual]
 
 
-def save(folder, config):
-    engine = build(2, config, tied_layers())
-    data = batches(0, shape=(8, WIDE))
-    for _ in range(3):
-        engine.train_batch(data)
-    engine.save_checkpoint(folder)
-    engine.train_batch(data)
-    return digest(engine)
-
-
-def resume(folder, config):
-    lines = log_lines()
-    engine = build(2, config, tied_layers())
-    engine.load_checkpoint(folder)
-    data = batches(0, shape=(8, WIDE))
-    skip_steps(engine, data, 3)
-    engine.train_batch(data)
-    return digest(engine), [line for line in lines if "tied" in line]
-
-
 def test_a_resumed_run_equals_one_that_went_on(tmp_path):
     """I5: residuals are in the checkpoint; with another codec they start from zero, said once."""
-    went_on = run_ranks(2, save, tmp_path, ds_config(TIED))
-    resumed = run_ranks(2, resume, tmp_path, ds_config(TIED))
+    went_on = run_ranks(2, train_and_save, tmp_path, 2, ds_config(TIED), tied_layers)
+    resumed = run_ranks(2, resume, tmp_path, 2, ds_config(TIED), tied_layers)
     assert [found for found, _ in resumed] == went_on and not any(lines for _, lines in resumed)
     other = {"tied": {"codec": {"name": "quantize", "bits": 8}, "feedback": "ef"}}
-    lines = [line for _, own in run_ranks(2, resume, tmp_path, ds_config(other)) for line in own]
+    results = run_ranks(2, resume, tmp_path, 2, ds_config(other), tied_layers)
+    lines = [line for _, own in results for line in own]
     assert (
         len(lines) == 1 and "gradients of tied weights between stages start from zero: the codec" in lines[0]
     )
@@ -292,13 +270,11 @@ def test_bytes_are_said_and_written(tmp_path):
     assert "gradients of tied weights between stages: " in summary and "(7." in summary
     raw = 4 * 2 * WIDE * WIDE * 4  # a ring of two sends each byte once
     assert sent.raw_bytes == raw and 7 < raw / sent.wire_bytes < 7.6
+    series = read_run(tmp_path / "run").series
     for stage in (0, 1):
-        found = {}
-        for path in (tmp_path / "run").glob(f"Train_Compression_tied_stage_{stage}_*.csv"):
-            with path.open() as file:
-                rows = list(csv.reader(file))[1:]
-            found[path.stem.split(f"stage_{stage}_")[1]] = [float(value) for _, value in rows]
-        assert set(found) == set(EXCHANGE) and found["wire_bytes"] == [sent.wire_bytes / 2, sent.wire_bytes]
+        labels = {name: exchange_label("tied", stage, name) for name in EXCHANGE}
+        found = {name: [value for _, value in series[label]] for name, label in labels.items()}
+        assert found["wire_bytes"] == [sent.wire_bytes / 2, sent.wire_bytes]
         assert all(0.8 < cosine < 1 for cosine in found["cosine"])
 
 

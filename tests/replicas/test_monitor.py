@@ -1,10 +1,9 @@
 """What the monitor says of gradients between replicas."""
 
-import csv
-
 import pytest
 
-from ds_compress.monitor.metrics import EXCHANGE
+from ds_compress.monitor.metrics import EXCHANGE, exchange_label
+from tests.support.launch_scripts import read_run
 from tests.support.pipeline import batches, build, ds_config, log_lines, printed_lines
 from tests.support.ranks import run_ranks
 from tests.support.replicas import WIDE, wide_layers
@@ -38,14 +37,11 @@ def test_values_of_each_stage_are_written(stages, tmp_path):
     assert line.endswith("gradients between replicas: quantize(bits=4) + ef")
     assert ("per message" in line) == (stages == 2)
     sent = [results[0]["sent"], results[-1]["sent"]][:stages]
+    series = read_run(tmp_path / "run").series
     for stage, counters in enumerate(sent):
-        found = {}
-        for path in (tmp_path / "run").glob(f"Train_Compression_replicas_stage_{stage}_*.csv"):
-            with path.open() as file:
-                found[path.stem.split(f"stage_{stage}_")[1]] = [
-                    float(row[1]) for row in list(csv.reader(file))[1:]
-                ]
-        assert set(found) == set(EXCHANGE) and set(found["members"]) == {2}
+        labels = {name: exchange_label("replicas", stage, name) for name in EXCHANGE}
+        found = {name: [value for _, value in series[label]] for name, label in labels.items()}
+        assert set(found["members"]) == {2}
         assert found["wire_bytes"] == [counters.wire_bytes / 2, counters.wire_bytes]
         # 4 matrices of 96 x 192 at 4 bytes: a ring with two replicas sends each byte once
         assert found["raw_bytes"][-1] == counters.raw_bytes == 4 * (8 // stages) * 96 * 192 * 4

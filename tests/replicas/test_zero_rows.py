@@ -9,7 +9,7 @@ from torch import nn
 from ds_compress.codec import TensorSpec, build
 from ds_compress.config.replicas import ReplicasOptions, build_replica_codec
 from ds_compress.errors import CompressionError
-from ds_compress.replicas.slices import AVERAGE, GRADIENT, Gradient, RowSpan, Slice, SliceCodec, Slices
+from ds_compress.replicas.slices import GRADIENT, HALVES, Gradient, RowSpan, Slice, SliceCodec, Slices
 from ds_compress.simulate.replicas import SimulatedReplicas
 from ds_compress.sites.simulation import SimulatedRounds
 from ds_compress.transport.packet import Packet
@@ -99,9 +99,6 @@ def test_what_a_zero_row_has_left_over_is_still_sent():
         codec.encode(own, x, packet, GRADIENT, step, 0)
         sent += codec.decode(own, packet, GRADIENT, step, 0)
     assert (sent - first).norm() < 1e-3 * first.norm()
-
-
-HALVES = {GRADIENT: "backward", AVERAGE: "forward"}
 
 
 @pytest.mark.parametrize("half", HALVES)

@@ -2,8 +2,6 @@
 
 import contextlib
 import itertools
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -12,7 +10,7 @@ from torch.distributed import HashStore
 
 from ds_compress.errors import CompressionError
 from ds_compress.runtime import heartbeat, watchdog
-from ds_compress.runtime.watchdog import FAILURE_KEY, GRACE, Watchdog
+from ds_compress.runtime.watchdog import GRACE, Watchdog
 
 RANKS = 3
 SECONDS = 8.0
@@ -23,14 +21,13 @@ class Job:
     """Watchdogs of all ranks in one process."""
 
     def __init__(self, clock, connects=True):
-        self.clock, self.store, self.ended = clock, HashStore(), {}
+        self.clock, self.ended, store = clock, {}, HashStore()
         self.silent, self.left, self.waiting = set(), set(), set()
         self._calls = {}
         with ThreadPoolExecutor(RANKS) as starting:
-            made = [starting.submit(Watchdog, self.store, rank, RANKS, SECONDS) for rank in range(RANKS)]
+            made = [starting.submit(Watchdog, store, rank, RANKS, SECONDS) for rank in range(RANKS)]
         self.ranks = [each.result() for each in made]
         for rank, each in enumerate(self.ranks):
-            each._store_failure = lambda each=each: self.store.set(FAILURE_KEY, each._failure)
             wait = each._connections.wait
             each._connections.wait = lambda seconds, hear, wait=wait: wait(0.0, hear)
             each._look = lambda rank=rank, each=each: setattr(
@@ -333,44 +330,9 @@ def test_nobody_is_late_while_the_machine_sleeps(job):
     assert not any(job.failures())
 
 
-def test_a_failure_is_left_in_the_store(job, monkeypatch):
-    def refuse():
-        raise RuntimeError("can't start new thread")  # as Python does when it is ending
-
-    monkeypatch.setattr(watchdog.threading, "Thread", lambda **_: SimpleNamespace(start=refuse))
-    job.call(1, error=CompressionError("no"))
-    job.pass_time(1.0)
-    assert job.store.get(FAILURE_KEY).decode() == "rank 1: no"
-
-
 def test_a_failure_of_any_text_fits_a_line(job):
     job.call(1, error=CompressionError("ä" * 9000))
     job.pass_time(1.0)
     first = job.failures()[0]
     assert first.startswith("rank 1: ää") and len(first.encode()) <= watchdog.LONGEST_FAILURE
     assert job.failures() == [first] * RANKS
-
-
-ENDS = """
-import time
-from torch.distributed import HashStore
-from ds_compress.runtime import watchdog
-
-class Slow(HashStore):
-    def set(self, key, value):
-        if key == watchdog.FAILURE_KEY:
-            time.sleep(1)
-            print("stored")
-        super().set(key, value)
-
-dog = watchdog.Watchdog(Slow(), 0, 1, 8.0)
-dog._fail("rank 0: no")
-"""
-
-
-def test_no_thread_outlives_the_interpreter():
-    """A thread in torch's store when Python ends takes the process with it: "terminate called without an
-    active exception"."""
-    command = [sys.executable, "-c", ENDS]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == "stored\n"
