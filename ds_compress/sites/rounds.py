@@ -132,9 +132,7 @@ class Rounds:
         Raises:
             CompressionError: no other replica handed over its anchor, or it ceased to come.
         """
-        receiver = AnchorReceiver(
-            self._board, self._launch, self.number, self._slot, self._slots, self._wait
-        )
+        receiver = AnchorReceiver(self._board, self._launch, self.number, self._slot, self._slots, self._wait)
         anchor, position = receiver.receive(numel, digest)
         if anchor is not None:
             self._receiver = receiver
