@@ -227,33 +227,32 @@ class Stage:
     ) -> None:
         """Send `tensors`, those of a buffer, as one packet."""
         end = self.senders[instruction, phase]
-        number, end.messages = end.messages, end.messages + 1
-        channel, at = end.channel, (end.channel.boundary.number, buffer_id)
-        if instruction is Instruction.SEND_ACTIVATION:
-            self._numbers[at] = number
-            if buffer_id in self._samples or self._unplaced:
-                ids = self._samples[buffer_id] if buffer_id in self._samples else self._unplaced.popleft()
-                channel.boundary.sample_ids[number] = ids
-        else:
-            number = self._numbers.pop(at, number)
-        message_id = MessageId(at[0], channel.direction, self.step, number, self.training)
+        message_id = self._next_message(end, buffer_id)
+        if instruction is Instruction.SEND_ACTIVATION and (buffer_id in self._samples or self._unplaced):
+            ids = self._samples[buffer_id] if buffer_id in self._samples else self._unplaced.popleft()
+            end.channel.boundary.sample_ids[message_id.micro_batch] = ids
         end.codec_stream.run(functools.partial(end.transmit, tensors, message_id), takes=tensors)
 
     def fetch(self, instruction: Instruction, buffer_id: int, tensors: Specs, phase: int = 0) -> list[Tensor]:
         """Receive the next message, with tensors like `tensors`, for a buffer."""
         end = self.receivers[instruction, phase]
-        number, end.messages = end.messages, end.messages + 1
-        channel, at = end.channel, (end.channel.boundary.number, buffer_id)
-        if instruction is Instruction.RECV_ACTIVATION:
-            self._numbers[at] = number
-        else:
-            number = self._numbers.pop(at, number)
-        message_id = MessageId(at[0], channel.direction, self.step, number, self.training)
-        message = channel.layout_of(tensors, message_id)
+        message_id = self._next_message(end, buffer_id)
+        message = end.channel.layout_of(tensors, message_id)
         arrived = end.codec_stream.run(functools.partial(end.take, message, message_id), gives=True)
         if message.ids and self.after:
             self._samples[buffer_id] = end.channel.boundary.sample_ids[message_id.micro_batch]
         return arrived
+
+    def _next_message(self, end: SendingEnd | ReceivingEnd, buffer_id: int) -> MessageId:
+        """Count the next message of `end`, with the tensors of a buffer, and return its id."""
+        channel, number = end.channel, end.messages
+        end.messages += 1
+        place = channel.boundary.number, buffer_id
+        if channel.direction == "forward":
+            self._numbers[place] = number
+        else:
+            number = self._numbers.pop(place, number)
+        return channel.message_id(self.step, number, self.training)
 
     def shape_message(
         self, dependence: tuple[bool, ...] | None = None, written: int | None = None

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import distributed as dist
@@ -73,31 +73,36 @@ class PeerTimeout:
         Raises:
             CompressionError: it failed, or took too long; names place and peer.
         """
-        with self.naming(peer):
+        try:
             if device.type == "cpu" or not isinstance(work, Work):
                 work.wait(self._limit)
             else:  # with a time-out of its own a wait on NCCL would stop the host, not only the stream
                 work.wait()
+        except RuntimeError as error:
+            self.raise_for_peer(error, peer)
 
     @contextmanager
     def naming(self, peer: object) -> Iterator[None]:
-        """Turn what torch.distributed raises into one line that names place and peer; an error of this rank's
-        own work stays."""
+        """Name place and peer in what torch.distributed raises."""
         try:
             yield
         except RuntimeError as error:
-            # an error of this rank's own kernels shows up in the next transfer
-            if "CUDA error" in str(error) or is_out_of_memory(error):
-                raise
-            # gloo writes "[file:line] what happened. What that may mean": keep the middle
-            reason = re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0]
-            if "timed out" in reason.lower():
-                raise CompressionError(
-                    f"{self.place}: rank {peer} did not answer within {self.seconds:g} s ({self.setting}): "
-                    "its process died or is stopped, the link is down, its script is busy or caught an "
-                    "error, or it needs longer than that"
-                ) from None
-            raise CompressionError(f"{self.place}: rank {peer} is gone: {reason}") from None
+            self.raise_for_peer(error, peer)
+
+    def raise_for_peer(self, error: RuntimeError, peer: object) -> NoReturn:
+        """Raise `error` as one line that names place and peer; an error of this rank's own work stays."""
+        # an error of this rank's own kernels shows up in the next transfer
+        if "CUDA error" in str(error) or is_out_of_memory(error):
+            raise error
+        # gloo writes "[file:line] what happened. What that may mean": keep the middle
+        reason = re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0]
+        if "timed out" in reason.lower():
+            raise CompressionError(
+                f"{self.place}: rank {peer} did not answer within {self.seconds:g} s ({self.setting}): its "
+                "process died or is stopped, the link is down, its script is busy or caught an error, or it "
+                "needs longer than that"
+            ) from None
+        raise CompressionError(f"{self.place}: rank {peer} is gone: {reason}") from None
 
 
 @dataclass(eq=False)
@@ -153,8 +158,10 @@ class Sender(Endpoint):
         """Return when everything sent has left this process."""
 
     def _isend(self, packet: Packet) -> Transfer:
-        with self.timeout.naming(self.peer):
+        try:
             return self._transport.isend(packet.memory, self.peer, self.groups)
+        except RuntimeError as error:
+            self.timeout.raise_for_peer(error, self.peer)
 
 
 class Receiver(Endpoint):
@@ -178,8 +185,10 @@ class Receiver(Endpoint):
         return Packet(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
 
     def _irecv(self, packet: Packet) -> Transfer:
-        with self.timeout.naming(self.peer):
+        try:
             return self._transport.irecv(packet.memory, self.peer, self.groups)
+        except RuntimeError as error:
+            self.timeout.raise_for_peer(error, self.peer)
 
 
 class EagerSender(Sender):
@@ -198,8 +207,7 @@ class EagerSender(Sender):
         # Counted, not polled: gloo's is_completed() stays False until someone waits
         while len(self._in_flight) >= self._most:
             self._release()
-        free = self._free
-        return free.pop() if free and free[-1].nbytes == nbytes else super().memory(nbytes)
+        return super().memory(nbytes)
 
     def send(self, packet: Packet) -> None:
         self._in_flight.append((packet, self._isend(packet)))

@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from ds_compress.checkpoint import checkpointer
 from ds_compress.checkpoint.search import ABSENT, CHANGED, DIFFERENT, RESTORED, UNREADABLE, Verdict
@@ -19,6 +18,7 @@ from ds_compress.codecs.quantize import Quantize
 from ds_compress.runtime import stage_profile
 from ds_compress.runtime.depth import MEASURED
 from ds_compress.transport.probe import LinkMeasurement
+from tests.checkpoint.damaged_files import opened
 from tests.support.pipeline import (
     MICRO_BATCH,
     MICRO_BATCHES,
@@ -207,14 +207,9 @@ def test_only_what_has_state_starts_from_zero(codec, feedback, tmp_path):
 
 def saved_at(folder, stage, layer):
     """Upstream state at `layer`, with names as `channel_state` has them for boundary 1."""
-    path = folder / f"global_step{SAVED}" / f"ds_compress_pp{stage:02d}_dp00_tp00.safetensors"
-    with safe_open(path, "pt") as file:
-        prefix = f"{layer}/upstream/"
-        return {
-            f"1/{k.removeprefix(prefix)}": file.get_tensor(k)
-            for k in list(file.keys())
-            if k.startswith(prefix)
-        }
+    entries, _ = opened(folder / f"global_step{SAVED}" / f"ds_compress_pp{stage:02d}_dp00_tp00.safetensors")
+    prefix = f"{layer}/upstream/"
+    return {k.replace(prefix, "1/"): value for k, value in entries.items() if k.startswith(prefix)}
 
 
 def test_a_damaged_side_resets_both(tmp_path):

@@ -44,6 +44,7 @@ def forward(codec):
         (forward("topk"), forward({"name": "topk", "density": 0.2}), "forward.density", ("0.1", "0.2")),
         ({}, {"enabled": False}, "enabled", ("True", "False")),
         ({}, {"boundaries": {"0": forward("bf16")}}, "boundaries.0", ("None", "bf16")),
+        ({}, {"link": {"connections": 4}}, "link.connections", ("1", "4")),
     ],
 )
 def test_different_blocks(block, other, path, values):

@@ -63,13 +63,15 @@ def test_no_more_leave_early_than_may_be_under_way():
     assert left_early(LateSchedule(9, 2, 0))[0] == [0, 1, 2, 3]
 
 
-class ChangedSchedule(TrainSchedule):
-    """A foreign instruction between what is computed and what is sent."""
+class GivenSchedule(TrainSchedule):
+    """The first stage of two runs the steps of a test."""
 
-    between: tuple = ()
+    def __init__(self, *given):
+        super().__init__(1, 2, 0)
+        self.given = given
 
     def steps(self):
-        yield [LoadMicroBatch(0), ForwardPass(0), *self.between, SendActivation(0)]
+        yield from self.given
 
 
 @pytest.mark.parametrize(
@@ -83,20 +85,14 @@ class ChangedSchedule(TrainSchedule):
     ],
 )
 def test_what_may_touch_the_buffer_keeps_the_message(between, early):
-    schedule = ChangedSchedule(1, 2, 0)
-    schedule.between = tuple(between)
+    """A foreign instruction between what is computed and what is sent may."""
+    schedule = GivenSchedule([LoadMicroBatch(0), ForwardPass(0), *between, SendActivation(0)])
     assert left_early(schedule)[0] == early
 
 
 def test_one_instruction_object_may_stand_in_many_places():
-    class Same(TrainSchedule):
-        def steps(self):
-            forward, send = ForwardPass(0), SendActivation(0)
-            for _ in range(3):
-                yield [forward]
-                yield [send]
-
-    assert left_early(Same(3, 2, 0))[0] == [0, 1, 2]
+    forward, send = ForwardPass(0), SendActivation(0)
+    assert left_early(GivenSchedule(*[[forward], [send]] * 3))[0] == [0, 1, 2]
 
 
 def test_schedules_that_are_iterated_their_own_way_are_left_alone():
@@ -107,13 +103,8 @@ def test_schedules_that_are_iterated_their_own_way_are_left_alone():
 
 def followed(change):
     """Return each instruction of two steps with the steps in progress after it; call `change` after each."""
-
-    class Two(TrainSchedule):
-        def steps(self):
-            yield [LoadMicroBatch(0), LoadMicroBatch(1), ForwardPass(0)]
-            yield [SendActivation(0)]
-
-    lookahead, seen = Lookahead(Two(1, 2, 0)), []
+    first = [LoadMicroBatch(0), LoadMicroBatch(1), ForwardPass(0)]
+    lookahead, seen = Lookahead(GivenSchedule(first, [SendActivation(0)])), []
     for step in lookahead.steps():
         change(step, -1)
         for number, instruction in enumerate(step):
@@ -134,11 +125,7 @@ def test_a_step_may_grow(number):
 
 
 def test_what_is_made_twice_leaves_once():
-    class Last(TrainSchedule):
-        def steps(self):
-            yield [ForwardPass(0), SendActivation(0)]
-
-    lookahead = Lookahead(Last(1, 2, 0))
+    lookahead = Lookahead(GivenSchedule([ForwardPass(0), SendActivation(0)]))
     for step in lookahead.steps():
         for _ in step:
             assert [lookahead.leaves_early(ForwardPass, 0) for _ in range(2)] == [True, False]

@@ -1,5 +1,7 @@
 """Masks and tables that travel beside a hidden state as floats are sent uncompressed (see `test_story`)."""
 
+import functools
+
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec
@@ -115,13 +117,10 @@ def test_hidden_states_are_compressed_and_nothing_else(layer, evaluate_first):
         assert sent == [2 * MICRO_BATCHES * BYTES] * len(sent)
 
 
-def with_replicas(block):
-    return trained(block, Causal.layers(4), 2, True, replicas=2)
-
-
 def test_both_sides_agree_in_data_parallel_and_blocking():
+    run = functools.partial(trained, replicas=2)
     for block in (block_of("bf16"), block_of("bf16", link={"mode": "blocking"})):
-        for _, sent, _ in run_ranks(4, with_replicas, block):
+        for _, sent, _ in run_ranks(4, run, block, Causal.layers(4), 2, True):
             assert sent == [2 * MICRO_BATCHES * BYTES] * len(sent)
 
 

@@ -1,5 +1,7 @@
 """Settings that change between two steps: on all ranks, on both sides, and as if they had always been so."""
 
+import functools
+
 import pytest
 import torch
 
@@ -122,11 +124,8 @@ def test_a_pipeline_changes_as_its_simulation_does(name, link):
     assert first["losses"] == trained_simulated(ds_config(block(name)), COURSES[name], True)
 
 
-def dynamic(config, course):
-    return trained(config, course, dynamic_shape=True)
-
-
 def test_dynamic_shape():
+    dynamic = functools.partial(trained, dynamic_shape=True)
     ranks = run_ranks(2, dynamic, ds_config(block("codecs")), COURSES["codecs"])
     assert ranks[0]["losses"] == trained_simulated(ds_config(block("codecs")), COURSES["codecs"], False)
 

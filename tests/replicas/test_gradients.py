@@ -1,5 +1,6 @@
 """Gradients between replicas: exact under `none`, equal on all replicas, and nothing is lost."""
 
+import functools
 import itertools
 import math
 
@@ -95,15 +96,10 @@ def test_tied_copies_stay_alike_for_40_steps():
     assert len(copies) == 4 and all(torch.equal(each, copies[0]) for each in copies)
 
 
-def train_dualpipev(config):
-    from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
-
-    return train_replicas(2, config, module_class=DualPipeVModule)
-
-
 def test_dualpipev_has_replicas_too():
-    pytest.importorskip("deepspeed.runtime.pipe.dualpipev")  # before DeepSpeed 0.19.8
-    results = run_ranks(4, train_dualpipev, ds_config(block(), replicas=2))
+    dualpipev = pytest.importorskip("deepspeed.runtime.pipe.dualpipev")  # from DeepSpeed 0.19.8 on
+    train = functools.partial(train_replicas, module_class=dualpipev.DualPipeVModule)
+    results = run_ranks(4, train, 2, ds_config(block(), replicas=2))
     assert_alike(results)
     assert all(each["sent"] for each in results)
 
@@ -245,12 +241,10 @@ def sums(codec, feedback, steps, owner):
 
 CODECS = [
     {"name": "quantize", "bits": 4},
-    {"name": "quantize", "bits": 2, "hadamard": True},
     {"name": "quantize", "bits": 3, "rounding": "stochastic"},
     {"name": "quantize", "bits": 3, "rounding": "dither"},
     {"name": "topk", "density": 0.01},
     {"name": "fp8"},
-    {"name": "bf16"},
     {"name": "entropy", "bits": 2.5},
 ]
 

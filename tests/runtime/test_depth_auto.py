@@ -108,7 +108,6 @@ INPUT = 4 * 8 * 32768 * 4  # bytes of a micro-batch
 
 def memory(link):
     """Return the most bytes in use after a forward pass, over those at the start, by batch, and the depth."""
-    stage_profile.probe = lambda sender, receiver, first: FAR
     engine = build(2, ds_config({"link": link}, **counts(9)), specs=[LayerSpec(Wide) for _ in range(6)])
     data, most = batches(shape=(8, 32768)), []
     engine.module.register_forward_hook(lambda *_: most.append(in_use(CPU)))
@@ -120,7 +119,7 @@ def memory(link):
 
 @pytest.mark.parametrize("gigabytes, depth", [(0.08, 2), (0.12, 4)])
 @pytest.mark.extended(keep=1)
-def test_no_more_memory_is_taken_than_is_allowed(gigabytes, depth):
+def test_no_more_memory_is_taken_than_is_allowed(far, gigabytes, depth):
     """Stage 0 holds 3 layer inputs and a message per micro-batch, 16.8 MB each, and 2 packets per depth."""
     (taken, found), _ = run_ranks(2, memory, {"depth": "auto", "memory_gb": gigabytes})
     assert 1 < found <= depth
@@ -129,7 +128,6 @@ def test_no_more_memory_is_taken_than_is_allowed(gigabytes, depth):
 
 def own_passes():
     """The depth of a program that replaces the instruction for backward passes, on a far link."""
-    stage_profile.probe = lambda sender, receiver, first: FAR
     engine, data = build(2, ds_config({"link": AUTO}, **counts(9))), batches()
     stock = engine.ds_compress.path.original[BackwardPass]
     type(engine)._INSTRUCTION_MAP[BackwardPass] = lambda self, buffer_id: stock(self, buffer_id)
@@ -137,7 +135,7 @@ def own_passes():
     return losses[-1] < losses[0], engine.ds_compress.depth.now
 
 
-def test_a_program_with_passes_of_its_own_stays_at_depth_1():
+def test_a_program_with_passes_of_its_own_stays_at_depth_1(far):
     assert run_ranks(2, own_passes) == [(True, 1)] * 2
 
 

@@ -49,7 +49,7 @@ def mirrored(engine):
     }
 
 
-def train(stages, settings, damage=None, build=build, **options):
+def train(stages, settings, damage=None, **options):
     """`damage`: (rank, step, direction); before that step a bit flips there."""
     lines = log_lines()
     engine = build(stages, settings, **options)
@@ -144,16 +144,10 @@ def test_tensor_parallel_ranks_start_anew_together(pipeline):
     assert [rank["held"][2 * EVERY - 1][0, "forward"] for rank in ranks] == [0] * 4
 
 
-def build_dualpipev(ranks, settings):
-    from tests.engine.test_dualpipev import build  # which older releases of DeepSpeed cannot import
-
-    return build(ranks, settings["ds_compress"])
-
-
 def test_dualpipev():
     """Rank 0 has boundaries 0 and 1 with the same neighbour, one of each phase."""
-    pytest.importorskip("deepspeed.runtime.pipe.dualpipev")
-    run = functools.partial(train, build=build_dualpipev)
+    dualpipev = pytest.importorskip("deepspeed.runtime.pipe.dualpipev")
+    run = functools.partial(train, module_class=dualpipev.DualPipeVModule)
     ranks = run_ranks(2, run, 2, config("ef21"), (1, EVERY + 2, "forward"))
     assert in_step(ranks) and len(sides(ranks)) == 2
     (line,) = (line for rank in ranks for line in rank["warnings"])

@@ -2,6 +2,8 @@
 
 import contextlib
 import itertools
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -336,3 +338,22 @@ def test_a_failure_of_any_text_fits_a_line(job):
     first = job.failures()[0]
     assert first.startswith("rank 1: ää") and len(first.encode()) <= watchdog.LONGEST_FAILURE
     assert job.failures() == [first] * RANKS
+
+
+ENDS = """
+import atexit
+from torch.distributed import HashStore
+from ds_compress.runtime.watchdog import Watchdog
+
+atexit.register(lambda: print(dog._thread.is_alive()))  # after what the watchdog registers
+dog = Watchdog(HashStore(), 0, 1, 8.0)
+dog._fail("rank 0: no")
+"""
+
+
+def test_no_thread_outlives_the_interpreter():
+    """A thread in torch's store when Python ended took the process with it: "terminate called without an
+    active exception"."""
+    command = [sys.executable, "-c", ENDS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -196,11 +196,7 @@ def test_both_sides_of_a_link_measure_it():
         assert 0 < found.latency < math.inf and 0 < found.incoming <= RATE
 
 
-def neighbours():
-    return probe_neighbours(CPU, PeerTimeout(), (1,))
-
-
 def test_every_rank_measures_its_links():
-    found = run_ranks(3, neighbours)
+    found = run_ranks(3, probe_neighbours, CPU, PeerTimeout())
     assert [sorted(links) for links in found] == [[1], [0, 2], [1]]
     assert all(0 < link.incoming < math.inf for links in found for link in links.values())
