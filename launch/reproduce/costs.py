@@ -162,12 +162,14 @@ def replicas_table(rows: Sequence[Row]) -> str:
 
 
 def tied_table(rows: Sequence[Row]) -> str:
-    """Compare settings of gradients of a tied embedding."""
-    lines = []
-    for setting, name in TIED_NAMES.items():
-        costs = {cost.task: cost for cost in costs_of(rows, setting, ("real", "tied"))}
-        lines.append([name, *(_cell(costs.get(task)) for task in TIED_TASKS)])
-    return markdown(["gradients of the embedding", *TIED_TASKS.values()], lines)
+    """Compare settings of gradients of a tied embedding, in the tasks that have rows of one."""
+    found = {
+        name: {cost.task: cost for cost in costs_of(rows, setting, ("real", "tied"))}
+        for setting, name in TIED_NAMES.items()
+    }
+    tasks = [task for task in TIED_TASKS if any(task in costs for costs in found.values())]
+    lines = [[name, *(_cell(costs.get(task)) for task in tasks)] for name, costs in found.items()]
+    return markdown(["gradients of the embedding", *(TIED_TASKS[task] for task in tasks)], lines)
 
 
 def _cell(cost: Cost | None) -> str:
