@@ -1,7 +1,9 @@
 """Collectives of a run beside DeepSpeed's: integers, bytes, and an error raised on all ranks."""
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from deepspeed import comm as dist
@@ -11,10 +13,16 @@ from ds_compress.errors import CompressionError, in_one_line
 from ds_compress.transport.collectives import all_gather
 
 
-def gather_integers(value: int) -> list[int]:
-    """Return the integers (up to 63 bits) of all ranks, in rank order."""
+def gather_integers(value: int, group: Any = None) -> list[int]:
+    """Return the integers (up to 63 bits) of all ranks of `group`, None: of the job, in rank order."""
     device = get_accelerator().current_device_name()
-    return [int(each) for each in all_gather(torch.tensor([value], dtype=torch.int64, device=device))]
+    mine = torch.tensor([value], dtype=torch.int64, device=device)
+    return [int(each) for each in all_gather(mine, group)]
+
+
+def gather_digests(data: Any, group: Any = None) -> list[int]:
+    """Return a hash of the bytes, or the array, that each rank of `group` has, in rank order."""
+    return gather_integers(int.from_bytes(hashlib.sha256(data).digest()[:7], "little"), group)
 
 
 def broadcast_bytes(data: bytes, size: int, source: int) -> bytes:

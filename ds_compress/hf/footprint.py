@@ -223,18 +223,10 @@ def _keep_input(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -
 
 def _make_fake(part: Part) -> list[Tensor]:
     """Replace parameters and buffers of `part` by fake ones with gradients, and return all of them."""
-    made: list[Tensor] = []
-    for module in part.modules():
-        own: Any
-        for own in (module._parameters, module._buffers):
-            for name, tensor in own.items():
-                if tensor is not None:
-                    fake = torch.zeros_like(tensor, device="cpu")
-                    if isinstance(tensor, nn.Parameter):
-                        fake = nn.Parameter(fake, tensor.requires_grad)
-                    own[name] = fake
-                    made.append(fake)
-                    if fake.requires_grad:
-                        fake.grad = torch.zeros_like(fake)
-                        made.append(fake.grad)
-    return made
+    part.to_empty(device="cpu")
+    gradients = []
+    for parameter in part.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+    return [*part.parameters(), *part.buffers(), *gradients]

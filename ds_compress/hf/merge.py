@@ -22,7 +22,6 @@ from ds_compress.hf.model import LoadedPart, make_layer_specs
 from ds_compress.hf.quantized import dequantize, make_plain
 from ds_compress.hf.run_folder import LATEST, read_name
 from ds_compress.hf.settings import NAME, Settings, read_settings
-from ds_compress.hf.structure import replace_module
 from ds_compress.hf.weights import INDEX
 
 ADAPTER = "adapter"
@@ -144,10 +143,10 @@ def merged_tensors(part: LoadedPart) -> dict[str, Tensor]:
     """
     adapted = {name: m for name, m in part.model.named_modules() if isinstance(m, LoraLayer)}
     for name in [name for name in adapted if not any(name.startswith(f"{other}.") for other in adapted)]:
-        replace_module(part.model, name, _merge_module(adapted[name], part.dtype))
+        part.model.set_submodule(name, _merge_module(adapted[name], part.dtype))
     for name, module in list(part.model.named_modules()):
         if (weight := dequantize(module)) is not None:
-            replace_module(part.model, name, make_plain(module, weight, part.dtype))
+            part.model.set_submodule(name, make_plain(module, weight, part.dtype))
     tied = f"{part.tied_head}.weight"
     state: dict[str, Any] = {
         name: tensor.detach().cpu().contiguous()

@@ -1,7 +1,6 @@
 """A Transformers checkpoint as a PipelineModule: each rank builds and reads only its own stage."""
 
 import copy
-import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -17,7 +16,7 @@ from peft import LoraConfig
 from transformers import AutoConfig, PretrainedConfig
 
 from ds_compress.errors import CompressionError, failures_at, shown
-from ds_compress.hf.collective import raised_on_all_ranks
+from ds_compress.hf.collective import gather_digests, raised_on_all_ranks
 from ds_compress.hf.part import (
     EMBEDDING,
     LAYER,
@@ -33,7 +32,6 @@ from ds_compress.hf.quantized import find_quantizer, without_quantization
 from ds_compress.hf.structure import ModelTemplate
 from ds_compress.hf.verify import verify_parts
 from ds_compress.hf.weights import load_weights, open_slices
-from ds_compress.transport.collectives import all_gather
 
 TIED = "embedding"
 """DeepSpeed's key of an embedding whose weight is the head's too."""
@@ -131,9 +129,7 @@ class TransformersPipeline(PipelineModule):
         for shared in self.tied_comms.values():
             weight = shared["module"].weight.detach()
             data = weight.cpu().contiguous().view(torch.uint8).numpy()
-            number = int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
-            mine = torch.tensor([number], dtype=torch.int64, device=weight.device)
-            if len({int(each) for each in all_gather(mine, shared["group"])}) > 1:
+            if len({*gather_digests(data, shared["group"])}) > 1:
                 super()._synchronize_tied_weights()
 
 

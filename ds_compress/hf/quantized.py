@@ -41,15 +41,14 @@ def find_quantizer(
     Raises:
         CompressionError: the method is not supported, not installed, or cannot be trained.
     """
-    stored: Any = getattr(config, "quantization_config", None)
-    if not stored and not requested:
+    given: dict[str, Any] = getattr(config, "quantization_config", None) or {}
+    if not given and not requested:
         return None
-    if stored and requested:
+    if given and requested:
         raise CompressionError(
             f"{NAME}.quantize: {requested!r} is not allowed: the checkpoint is quantized; leave it out"
         )
-    given = stored if isinstance(stored, dict | None) else stored.to_dict()
-    _check_method(given or {})
+    _check_method(given)
     if is_trained_whole:
         raise CompressionError(
             f'{NAME}.lora: missing, but the weights are quantized and cannot be trained; give "lora": {{}}'
@@ -63,7 +62,7 @@ def find_quantizer(
         quantizer = AutoHfQuantizer.from_config(chosen, pre_quantized=bool(given))
         quantizer.validate_environment()
     except (ImportError, RuntimeError) as error:
-        package = TORCHAO if given and given.get("quant_method") == TORCHAO else '"ds_compress[quantized]"'
+        package = TORCHAO if given.get("quant_method") == TORCHAO else '"ds_compress[quantized]"'
         raise CompressionError(f"{in_one_line(error)}; pip install {package}") from None
     # The first warns of each part without anything to quantize, the second of each 8-bit product
     for name in ("transformers.integrations.bitsandbytes", "bitsandbytes.autograd._functions"):

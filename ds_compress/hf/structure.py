@@ -156,12 +156,6 @@ def find_tied_head(model: PreTrainedModel, structure: ModelStructure) -> str | N
     return heads[0] if heads else None
 
 
-def replace_module(model: nn.Module, path: str, module: nn.Module) -> None:
-    """Put `module` at `path` in `model`."""
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, module)
-
-
 class ModelTemplate:
     """Build models in which all modules but a few are replaced by `Passthrough`.
 
@@ -189,14 +183,14 @@ class ModelTemplate:
         self._modules: dict[str, nn.Module] = dict(zip(self.layer_paths, layers.children())) | side_modules
         for path, module in self._modules.items():
             outputs = 0 if path in side_modules else structure.layer_outputs
-            replace_module(model, path, Passthrough(module, dtype, outputs))
+            model.set_submodule(path, Passthrough(module, dtype, outputs))
         self._model = model
 
     def build(self, paths: tuple[str, ...]) -> PreTrainedModel:
         """Build a model that has the modules at `paths`, on the meta device, and no other parameters."""
         model = copy.deepcopy(self._model)
         for path in paths:
-            replace_module(model, path, copy.deepcopy(self._modules[path]))
+            model.set_submodule(path, copy.deepcopy(self._modules[path]))
         if self.quantizer:  # here, as modules of bitsandbytes on the meta device cannot be copied
             prepare_quantization(model, self.quantizer, self.dtype)
         return model

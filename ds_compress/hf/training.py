@@ -1,6 +1,5 @@
 """One rank of a fine-tuning run: data, model and engine, training with checkpoints, evaluation."""
 
-import hashlib
 import json
 import math
 import os
@@ -18,7 +17,7 @@ from transformers import AutoTokenizer, PretrainedConfig, get_scheduler
 
 from ds_compress.engine.deepspeed import load_own_file_only, weights_file
 from ds_compress.errors import CompressionError, failures_at, in_one_line
-from ds_compress.hf.collective import gather_integers, raised_on_all_ranks
+from ds_compress.hf.collective import gather_digests, raised_on_all_ranks
 from ds_compress.hf.data import IDS, Sequences
 from ds_compress.hf.input_checks import check_launch, check_length, check_tokens, zero_stage
 from ds_compress.hf.model import load_config, pipeline_module
@@ -319,7 +318,7 @@ def _check_same_settings(settings: Settings) -> None:
 
 def _check_same(what: str, data: Any) -> None:
     """Refuse, on every rank, bytes or an array that are not equal on all ranks."""
-    digests = gather_integers(int.from_bytes(hashlib.sha256(data).digest()[:7], "little"))
+    digests = gather_digests(data)
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
         raise CompressionError(f"{what} differs between ranks 0 and {other}; should be equal on all machines")

@@ -17,11 +17,6 @@ class Named:
     name: str
 
     @classmethod
-    def of(cls, options: Any) -> Any:
-        """Build an instance for `options`; a class may return one of a subclass instead."""
-        return cls(options)
-
-    @classmethod
     def summary(cls) -> str:
         """Return the first paragraph of the class's docstring in one line; empty if there is none."""
         return " ".join(_docstring(cls).split("\n\n")[0].split())
@@ -134,7 +129,7 @@ class Registry(Generic[Kind]):
         """
         if isinstance(choice, str):
             cls = self.find(choice, path)
-            return cls.of(validate(cls.Options, {}, path))
+            return cls(validate(cls.Options, {}, path))
         known = ", ".join(self.names())
         if not isinstance(choice, dict):
             raise CompressionError(
@@ -144,4 +139,4 @@ class Registry(Generic[Kind]):
             raise CompressionError(f"{path}.name: missing; known: {known}")
         cls = self.find(choice["name"], f"{path}.name")
         options = {key: value for key, value in choice.items() if key != "name"}
-        return cls.of(validate(cls.Options, options, path))
+        return cls(validate(cls.Options, options, path))

@@ -228,27 +228,24 @@ class Board(_Keys):
             CompressionError: it is not there, or damaged.
         """
         nbytes, digest = self._packet_entry(number, slot, replica)
-        parts = list[bytes]()
+        content = bytearray()
         for start in range(0, nbytes, CHUNK):
             part = self._read_bytes(f"{number}/packet/{slot}/{replica}/{start}")
             if part is None:
                 raise CompressionError("a part of it is not in the store")
-            parts.append(part)
+            content += part
             self.moved_chunks += 1
             self._tend()
-        content = b"".join(parts)
         if len(content) != nbytes or digest_of(content).hex() != digest:
             raise CompressionError("it was damaged on its way")
-        data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        data.numpy()[:] = memoryview(content)
-        return data
+        return torch.frombuffer(content, dtype=torch.uint8)
 
     def _packet_entry(self, number: int, slot: int, replica: int) -> tuple[int, str]:
         text = self._read(f"{number}/packet/{slot}/{replica}")
         if text is None:
             raise CompressionError("it is not in the store")
         nbytes, digest = (*parse(text, list), None, None)[:2]
-        if not isinstance(nbytes, int) or not 0 <= nbytes < 2**40:
+        if not isinstance(nbytes, int) or not 0 < nbytes < 2**40:
             raise CompressionError(f"{shown(nbytes)} is no size")
         return nbytes, str(digest)
 
@@ -468,5 +465,5 @@ def _is_pair(value: object) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(type(each) is int for each in value)
 
 
-def digest_of(content: bytes | memoryview) -> bytes:
+def digest_of(content: bytes | bytearray | memoryview) -> bytes:
     return hashlib.blake2b(content, digest_size=DIGEST).digest()

@@ -58,7 +58,6 @@ LosesRows = variant(
     keeps_rows=lambda self, spec: True,
 )
 AlwaysFloat = variant(decode=lambda self, parts, spec, ctx: parts[0].float())
-OtherDtype = variant(layout=lambda self, spec: ((spec.shape, torch.float16),))
 OneMore = variant(layout=lambda self, spec: (*Honest.layout(self, spec), ((), torch.float32)))
 DataDependent = variant(encode=lambda self, x, ctx: (x[x != 0].to(torch.bfloat16),))
 
@@ -163,7 +162,6 @@ BROKEN = {
     LosesRows: "makes zeros of a row that is not zero, at float32 [2, 4, 256]",
     AlwaysFloat: "decode returns float32 [] on cpu, at bfloat16 []",
     Moody: "decodes the same parts to something else the second time, at float32 []",
-    OtherDtype: "encode makes (((), torch.bfloat16),), layout says (((), torch.float16),), at float32 []",
     OneMore: "layout says (((), torch.bfloat16), ((), torch.float32)), at float32 []",
     DataDependent: "encode makes (((1,), torch.bfloat16),), layout says (((), torch.bfloat16),), at float",
     KeepsView: "keeps a view of the packet, whose memory is used again, at float32 []",

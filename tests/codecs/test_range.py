@@ -12,7 +12,7 @@ from ds_compress.kernels import backends, native
 from ds_compress.kernels.numerics import cast
 from ds_compress.testing import DTYPES, BoundarySides, normal
 from tests.codecs.test_codecs import choices, label, trial_of
-from tests.support.codecs import AQPair, ids
+from tests.support.codecs import Pair, ids
 
 FLOATS = DTYPES[:3]
 SHAPE = (3, 5, 128)
@@ -118,7 +118,7 @@ def test_feedback_forgets_the_ends_of_the_range(feedback, choice, dtype, backend
     calm = None
     met = {"none": x} | extremes(x)
     for name, in_warmup in [*((name, False) for name in met), ("a column", True)]:
-        pair = AQPair(choice, feedback)
+        pair = Pair(choice, feedback)
         for step in range(2):
             pair.observe(x, step=step, **where)
         if in_warmup:

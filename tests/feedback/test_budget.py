@@ -7,7 +7,7 @@ import torch
 
 from ds_compress.errors import CompressionError
 from ds_compress.feedback.aqsgd import sample_codec
-from tests.support.codecs import AQPair, ids, topk
+from tests.support.codecs import Pair, ids, topk
 
 WIDTH = 16
 
@@ -16,7 +16,7 @@ WIDTH = 16
 def test_more_samples_than_the_memory_has_room_for_end_the_run(device):
     """Samples beyond it got no buffer, and were sent as first visits for ever, without a word."""
     options = {"name": "aqsgd", "max_gb": 3.5 * 2 * WIDTH / 1e9, "offload": {"device": device}}
-    pair = AQPair(topk(0.25), options)
+    pair = Pair(topk(0.25), options)
     for numbers in ((1, 2), (2, 3), (3, 1)):
         pair(torch.randn(2, WIDTH), sample_ids=ids(*numbers))
     line = "aqsgd.max_gb: 1.12e-07 GB are not enough for the buffers of 4 samples of 32 bytes; give more, or"
@@ -35,7 +35,7 @@ def test_more_samples_than_the_memory_has_room_for_end_the_run(device):
 def test_samples_that_never_return_are_said_once(options, advice, monkeypatch, caplog):
     monkeypatch.setattr(sample_codec, "NO_HITS", 3)
     caplog.set_level(logging.WARNING, "ds_compress")
-    strange, calm = (AQPair(topk(0.25), {"name": "aqsgd", **options}) for _ in range(2))
+    strange, calm = (Pair(topk(0.25), {"name": "aqsgd", **options}) for _ in range(2))
     for number in range(9):
         calm(torch.randn(2, WIDTH), sample_ids=ids(number, number // 2 - 1))
     assert not caplog.records, "one of all samples came back"

@@ -45,9 +45,6 @@ def assert_sides_equal(ranks, count):
         pytest.param(2, 1, "eager", 200, marks=pytest.mark.extended),
         (4, 1, "eager", 40),
         (2, 2, "eager", 40),
-        pytest.param(4, 1, "eager", 200, marks=pytest.mark.slow),
-        pytest.param(2, 2, "eager", 200, marks=pytest.mark.slow),
-        pytest.param(2, 1, "blocking", 200, marks=pytest.mark.slow),
         pytest.param(2, 2, "blocking", 200, marks=pytest.mark.slow),
     ],
 )

@@ -1,6 +1,5 @@
 """Documents become sequences: nothing twice, nothing learned that should not be, in an order of its own."""
 
-import json
 from collections import Counter
 from itertools import islice
 
@@ -103,9 +102,7 @@ def said(*content):
         ({"messages": [{"content": "the cat"}]}, "message 0: role: null is not allowed: should be text"),
         (said("a", None), "message 1: content: null is not allowed: should be text"),
         (said([{"type": "text", "text": "a"}]), "message 0: content: [{'type': 'text', 'text': 'a'}] is not"),
-        (said(5), "message 0: content: 5 is not allowed: should be text"),
         ({"prompt": "the cat", "completion": None}, "completion: null is not allowed: should be text"),
-        ({"text": None}, "text: null is not allowed: should be text"),
         ({"text": "\ud800"}, "cannot be tokenized: TypeError: "),
     ],
 )
@@ -187,14 +184,11 @@ def test_held_out_sequences_are_not_trained_on(sequences):
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_files_of_records_are_read(tmp_path, kind):
-    import datasets
+    from datasets import Dataset
 
-    rows = [{"text": "the cat sees a dog ."}] * 40
+    rows = Dataset.from_list([{"text": "the cat sees a dog ."}] * 40)
     file = tmp_path / f"rows.{kind}"
-    if kind == "jsonl":
-        file.write_text("\n".join(map(json.dumps, rows)))
-    else:
-        datasets.Dataset.from_list(rows).to_parquet(str(file))
+    {"jsonl": rows.to_json, "parquet": rows.to_parquet}[kind](str(file))
     settings = read_settings(prepare(tmp_path, data={"train": str(file)}))
     assert len(Sequences(settings, tokenizer())) == 7  # 40 documents of 7 tokens, one of 8 held out
 

@@ -20,7 +20,6 @@ EVALUATED = {"lora": {"r": 4}, "eval_sequences": 4, "save_every": 0, "eval_every
 
 def run(path, steps, perplexities=None):
     """Evaluations, best step, learning rate and number of steps on this rank."""
-    (path.parent / "out").mkdir(exist_ok=True)
     done = FinetuneRun(read_settings(path).model_copy(update={"steps": steps}))
     if perplexities:
         given = iter(perplexities)
@@ -55,7 +54,6 @@ def test_evaluations_and_schedules_survive_a_stop(tmp_path):
     whole = prepare(tmp_path / "whole", **EVALUATED, lr_schedule=schedule)
     expected = run_ranks(2, run, whole, 6)
     parts = prepare(tmp_path / "parts", **{**EVALUATED, "save_every": 3}, lr_schedule=schedule)
-    (parts.parent / "out").mkdir()
     run_ranks(2, stopped_after, parts, 3)
     assert run_ranks(2, run, parts, 6) == expected
     assert losses(parts.parent / "out") == losses(whole.parent / "out")
@@ -68,7 +66,6 @@ def test_evaluations_and_schedules_survive_a_stop(tmp_path):
 
 def run_both_ways(path):
     """What is said of the last evaluation, and its losses with and without compression."""
-    (path.parent / "out").mkdir(exist_ok=True)
     done = FinetuneRun(read_settings(path))
     done.run()
     return done._format(done.perplexity()), done.engine.ds_compress.eval_losses

@@ -12,7 +12,16 @@ from ds_compress.cli import main
 from ds_compress.hf.merge import merge
 from ds_compress.hf.settings import read_settings
 from ds_compress.hf.training import FinetuneRun
-from tests.support.finetuning import copy_of, finetune, losses, perplexities, perplexity, plain_run, prepare
+from tests.support.finetuning import (
+    DS_CONFIG,
+    copy_of,
+    finetune,
+    losses,
+    perplexities,
+    perplexity,
+    plain_run,
+    prepare,
+)
 from tests.support.interpreters import TRAINING, interpreter
 from tests.support.ranks import run_ranks
 
@@ -62,13 +71,7 @@ def test_the_merged_model_has_the_same_perplexity(run, tmp_path, capsys):
 
 
 STEPS = 40
-DS_CONFIG = {
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": 2,
-    "gradient_clipping": 0.0,
-    "steps_per_print": 100000,
-    "optimizer": {"type": "Adam", "params": {"lr": 2e-4, "torch_adam": True}},
-}
+ADAM = {"type": "Adam", "params": {"lr": 2e-4, "torch_adam": True}}
 
 
 def trained(path, steps):
@@ -80,8 +83,8 @@ def trained(path, steps):
 
 
 def start(folder, steps, **changes):
-    path = prepare(folder, lora=None, save_every=STEPS // 2, eval_sequences=2, ds_config=DS_CONFIG, **changes)
-    (folder / "out").mkdir()
+    config = {**DS_CONFIG, "optimizer": ADAM}
+    path = prepare(folder, lora=None, save_every=STEPS // 2, eval_sequences=2, ds_config=config, **changes)
     weights = run_ranks(2, trained, path, steps)
     return path, weights[0] | weights[1]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ds_compress.cli import main
 from ds_compress.hf import pipeline_module
@@ -103,23 +103,15 @@ def test_memory_is_as_predicted(tmp_path, family, case, shape):
         assert own.total == pytest.approx(fixed + peak, rel=0.15)
 
 
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "dtype": "bfloat16",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-}
+LLAMA_8B = LlamaConfig(
+    dtype="bfloat16", vocab_size=128256, intermediate_size=14336, num_key_value_heads=8, num_hidden_layers=2
+)
+"""With two layers of 32; the other sizes are the defaults."""
 
 
 def advise(capsys, folder, *options, **changes):
     """Code, rows and error of a run of an 8B model, of which there is a config alone."""
-    (folder / "config.json").write_text(json.dumps({**LLAMA_8B, "num_hidden_layers": 2}))
+    LLAMA_8B.save_pretrained(folder)
     settings = {
         "model": str(folder),
         "out": "out",

@@ -97,7 +97,6 @@ def test_held_out_sequences_have_the_largest_length(sequences):
 
 def run(path, **changes):
     """Losses, perplexity and bytes of a run, and its first adapters, on this rank."""
-    (path.parent / "out").mkdir(exist_ok=True)
     done = FinetuneRun(read_settings(path).model_copy(update=changes))
     named = done.engine.module.named_parameters()
     before = {n.split("model.", 1)[1]: p.detach().clone() for n, p in named if p.requires_grad}

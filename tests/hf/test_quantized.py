@@ -118,7 +118,6 @@ def test_two_stages_train_and_merge_as_one_process(tmp_path, family, kind, is_st
 
 def run(path, **changes):
     """Losses and perplexity of a whole run of this rank."""
-    (path.parent / "out").mkdir(exist_ok=True)
     done = FinetuneRun(read_settings(path).model_copy(update=changes))
     done.run()
     return losses(path.parent / "out"), done.perplexity()

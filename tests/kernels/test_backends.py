@@ -1,10 +1,8 @@
 """One backend serves a device; all have the functions of the reference, and are tried before they serve."""
 
-import functools
 import inspect
 import re
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -51,23 +49,6 @@ def test_the_page_of_operations_is_complete():
     }
 
 
-def recording():
-    """The reference as a backend of its own, and how often each of its functions was asked for."""
-    asked = Counter()
-
-    def recorded(name):
-        function = reference.functions[name]
-
-        @functools.wraps(function)
-        def ask(*args):
-            asked[name] += 1
-            return function(*args)
-
-        return ask
-
-    return backends.Backend("recording", {name: recorded(name) for name in reference.functions}), asked
-
-
 def rooms_entered(function):
     """What `function` returns, and the packages and modules of `kernels` whose functions it calls."""
     found = set()
@@ -88,29 +69,14 @@ def rooms_entered(function):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_override_reaches_every_codec_and_feedback(number, shape):
     """It reached quantization alone: to see the plain torch of a GPU the others were patched one by one."""
-    backend, _ = recording()
-    with backends.using(backend):
+    with backends.using(backend_with()):
         ours, entered = rooms_entered(lambda: list(messages(codecs_of(number), shape, torch.float32)))
     assert not entered & {"cpu", "native", "triton"}
     assert_same_bits(ours, expected(number, shape, torch.float32))
 
 
-@pytest.mark.extended
-def test_every_function_is_asked_for_by_some_codec():
-    asking = {"quantize", "topk", "minmax", "randomk", "entropy"}
-    backend, asked = recording()
-    with backends.using(backend):
-        for number, (choice, _) in enumerate(SETTINGS):
-            if choice["name"] in asking:
-                list(messages(codecs_of(number), SHAPES[1], torch.float32))
-                list(
-                    messages(codecs_of(number), (2, 3), torch.float32)
-                )  # entropy shifts no rows of so few values
-    assert set(asked) == set(reference.functions)
-
-
 def test_the_override_ends_and_can_be_nested():
-    backend, _ = recording()
+    backend = backend_with()
     device = torch.device("cpu")
     assert backends.kernels(device) is cpu
     with backends.using(reference):

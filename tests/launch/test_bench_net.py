@@ -1,8 +1,11 @@
 """`launch/bench/net.py` hands the link and its connections on to the runs, and shows them."""
 
+import json
+
 from launch.bench.net import logged
 from launch.bench.net_report import link_of, show
 from launch.bench.net_runs import Wire, run, settings
+from tests.support.launch_scripts import ROOT
 
 
 def test_the_link_reaches_two_hosts(tmp_path):
@@ -20,25 +23,7 @@ def test_connections_are_part_of_the_block():
 
 def test_links_that_differ_in_loss_are_two(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "240")  # narrower tables cut words off
-    row = {
-        "link": "50 Mbit/s",
-        "latency_ms": 20.0,
-        "loss": 0.1,
-        "jitter_ms": 5.0,
-        "stages": 2,
-        "recipe": "safe",
-        "chosen": None,
-        "depth": 1,
-        "depth_ran": 1,
-        "connections": 4,
-        "step_s": 1.0,
-        "step_over_stock_unshaped": 1.0,
-        "share_of_free_link": 1.0,
-        "step_over_stock_same_link": 1.0,
-        "wire_bytes": 1,
-        "link_busy": None,
-        "predicted_step_s": 1.0,
-    }
+    row, *_ = json.loads((ROOT / "results" / "links.json").read_text())
     show([row])
     assert "lost" in capsys.readouterr().out
     assert link_of(row) != link_of({**row, "loss": 1.0})

@@ -17,8 +17,8 @@ import torch
 from torch.distributed import TCPStore
 
 from ds_compress.config.replicas import STORE
-from ds_compress.errors import CompressionError
 from ds_compress.sites.simulation import SimulatedRounds
+from ds_compress.sites.store import connect
 from ds_compress.sites.worker import _work
 from tests.support.pipeline import (
     MICRO_BATCHES,
@@ -28,6 +28,7 @@ from tests.support.pipeline import (
     log_lines,
     loss_fn,
     simulated,
+    skip_steps,
     weights,
 )
 from tests.support.pipeline_kinds import fp16_on_cpu
@@ -89,15 +90,15 @@ def train(launch, stages, config, steps, specs="wide", launches=2):
 
 def wait_for_seats(count):
     """Wait until so many ranks, of all launches, have come here."""
-    client = TCPStore(*_address(), is_master=False)
+    client = shared_store()
     client.add("test/seats", 1)
     while client.add("test/seats", 0) < count:
         time.sleep(0.01)
 
 
-def _address():
-    host, port = os.environ[STORE].rsplit(":", 1)
-    return host, int(port)
+def shared_store():
+    """A connection to the store that all launches share."""
+    return connect(os.environ[STORE], seconds=300)
 
 
 @pytest.mark.parametrize("delay", [0, 1, 3])
@@ -148,10 +149,15 @@ def test_a_replica_may_have_data_parallel_ranks_with_partitions(store):
     assert len(digests) == 1
 
 
+def start(launch, config, stages=1):
+    """An engine, its data, and its exchanges with other launches."""
+    engine = build(stages, config, wide_layers())
+    return engine, data_of(launch, engine), engine.ds_compress.traffic["replicas"]
+
+
 def round_seconds(launch):
     """The duration of a round as its thread has measured it, and as the monitor has it after later steps."""
-    engine = build(1, ds_config(block(every=3, delay=3)), wide_layers())
-    data, outer = data_of(launch, engine), engine.ds_compress.traffic["replicas"]
+    engine, data, outer = start(launch, ds_config(block(every=3, delay=3)))
     for _ in range(3):
         engine.train_batch(data)
     measured = outer._pending.result(300).seconds
@@ -202,15 +208,11 @@ def train_until_told(launch, stages, config):
 
     On a busy machine others may be late for a round, so the number of members proves nothing before that.
     """
-    client = TCPStore(*_address(), is_master=False)
+    client = shared_store()
     rank = torch.distributed.get_rank()
     is_again = client.add(f"test/runs/{launch}/{rank}", 1) > 1
-    engine = build(stages, config, wide_layers())
-    data, outer, seen = (
-        data_of(launch, engine),
-        engine.ds_compress.traffic["replicas"],
-        [],
-    )  # members, since it is back
+    engine, data, outer = start(launch, config, stages)
+    seen = []  # members, since it is back
     anchors, goes_on = {}, torch.ones(1)
     while goes_on:
         engine.train_batch(data)
@@ -244,11 +246,10 @@ def test_one_of_three_is_killed_and_comes_back(store):
 
 def join_late(launch, config):
     """Launch 1 joins after the first round of launch 0; return the steps before its first packet."""
-    client = TCPStore(*_address(), is_master=False)
+    client = shared_store()
     if launch:
         client.wait(["test/begun"])
-    engine = build(1, config, wide_layers())
-    data, outer = data_of(launch, engine), engine.ds_compress.traffic["replicas"]
+    engine, data, outer = start(launch, config)
     while not (outer._exchanges if launch else client.check(["test/end"])):
         engine.train_batch(data)
         if not launch and outer._exchanges > 1:
@@ -264,13 +265,8 @@ def test_a_newcomer_sends_its_first_packet_when_the_others_do(delay, steps, stor
     assert results[1] == [steps]
 
 
-def refused(launch, config, stages=1):
-    try:
-        engine = build(stages, config, wide_layers())
-        engine.train_batch(data_of(launch, engine))
-    except CompressionError as error:
-        return str(error)
-    return ""
+def refused(launch, config):
+    return refusal(start, launch, config)
 
 
 def test_what_cannot_work_is_refused(monkeypatch, store):
@@ -285,12 +281,10 @@ def test_what_cannot_work_is_refused(monkeypatch, store):
 
 
 def save_or_resume(launch, folder, config, resumes):
-    engine = build(1, config, wide_layers())
-    data = data_of(launch, engine)
+    engine, data, _ = start(launch, config)
     if resumes:
         engine.load_checkpoint(f"{folder}/{launch}")
-        for _ in range(5 * MICRO_BATCHES):
-            next(data)
+        skip_steps(engine, data, 5)
     engine.ds_compress.begin_step()
     wait_for_seats(2)
     digests = []
@@ -338,19 +332,18 @@ def test_a_store_that_is_lost_between_rounds_leaves_a_thread_that_says_it():
 
 def freeze(launch, config, then):
     """Train a round, freeze or unfreeze a parameter in one of two launches, and train more."""
-    engine = build(1, config, wide_layers())
-    data, parameters = data_of(launch, engine), list(engine.module.parameters())
+    engine, data, outer = start(launch, config)
     if then == "unfreeze":  # as if it had been frozen in deepspeed.initialize
-        del engine.ds_compress.traffic["replicas"]._trained[0]
-        return refusal(engine.ds_compress.traffic["replicas"]._check_trained, engine)
+        del outer._trained[0]
+        return refusal(outer._check_trained, engine)
     engine.ds_compress.begin_step()
     wait_for_seats(2)
     for step in range(9):
         if step == 4 and launch == 0:
-            parameters[0].requires_grad = False
+            next(engine.module.parameters()).requires_grad = False
         engine.train_batch(data)
-    engine.ds_compress.traffic["replicas"].collect()
-    return engine.ds_compress.traffic["replicas"]._members, digest(engine)
+    outer.collect()
+    return outer._members, digest(engine)
 
 
 def test_a_parameter_that_is_frozen_later_stays_in_the_exchange(store):
@@ -368,8 +361,7 @@ def test_a_parameter_that_is_unfrozen_later_is_refused(store):
 def alone(launch, config, harm):
     """Lose the store in the middle of training; another one, with what `harm` says, takes its place."""
     lines = log_lines()
-    engine = build(1, config, wide_layers())
-    data, outer = data_of(launch, engine), engine.ds_compress.traffic["replicas"]
+    engine, data, outer = start(launch, config)
     for _ in range(3):
         engine.train_batch(data)
     outer.collect()
@@ -393,8 +385,7 @@ def test_a_running_site_outlives_a_store_of_other_launches(harm, store):
 
 def cut_off(launch, config):
     """Train on without a store; each attempt to reach it fails at once."""
-    engine = build(1, config, wide_layers())
-    data, outer = data_of(launch, engine), engine.ds_compress.traffic["replicas"]
+    engine, data, outer = start(launch, config)
     engine.train_batch(data)
     with mock.patch("ds_compress.sites.traffic.run_in_thread") as run:
         run.return_value.done.return_value = True
@@ -414,9 +405,8 @@ def test_a_running_site_outlives_a_connection_that_is_refused_at_once(store):
 
 
 def silent(launch, config):
-    """Train while the store does not answer; return the losses, and the rounds after it answers again."""
-    engine = build(1, config, wide_layers())
-    data, outer = data_of(launch, engine), engine.ds_compress.traffic["replicas"]
+    """Train while the store does not answer; return whether its result is late, and the rounds so far."""
+    engine, data, outer = start(launch, config)
     engine.ds_compress.begin_step()
     answers, check = threading.Event(), outer._worker.store._store.check
 

@@ -115,13 +115,14 @@ SETTING_IDS = [str(c if isinstance(c, str) else c["name"]) + str(i) for i, c in 
 
 
 class Pair:
-    """Sender and receiver of one channel, each with a memory of its own."""
+    """Sender and receiver of one channel, each with a memory of its own; the receiver is given what an extra
+    packet would hold, whose rows are counted."""
 
     def __init__(self, codec, feedback, direction="forward"):
         self.codec = FEEDBACKS.build(feedback, "feedback").wrap(build(codec))
         self.direction = direction
         self.sender, self.receiver = {}, {}
-        self.sent = 0
+        self.sent = self.dense = 0
 
     def _contexts(self, changes):
         place = {"direction": self.direction, "step": self.sent, **changes}
@@ -131,11 +132,16 @@ class Pair:
     def __call__(self, x, **changes):
         """What the receiver gets for `x`."""
         sender, receiver = self._contexts(changes)
-        before = x.clone()
+        before, spec = x.clone(), TensorSpec.of(x)
         parts = self.codec.encode(x, sender)
         assert torch.equal(x, before) or not x.isfinite().all()
-        assert tuple((tuple(p.shape), p.dtype) for p in parts) == self.codec.layout(TensorSpec.of(x))
-        decoded = self.codec.decode(tuple(p.clone() for p in parts), TensorSpec.of(x), receiver)
+        layout = self.codec.layout(spec)
+        self.parts, self.extra = parts[: len(layout)], parts[len(layout) :]
+        if isinstance(self.codec, VariableSizePayload):
+            layout += self.codec.extra_payload(self.parts, spec)
+        assert tuple((tuple(p.shape), p.dtype) for p in parts) == layout
+        self.dense += sum(part.shape[0] for part in self.extra)
+        decoded = self.codec.decode(tuple(p.clone() for p in parts), spec, receiver)
         assert decoded.dtype == x.dtype and decoded.shape == x.shape
         return decoded
 
@@ -147,6 +153,16 @@ class Pair:
     def state(self, memory=None):
         (value,) = (self.sender if memory is None else memory).values()
         return value
+
+    def state_of(self, number):
+        """The buffer of a sample."""
+        (row,) = (value for key, value in self.sender.items() if key.endswith(f"{number:016x}"))
+        return row
+
+    def in_step(self):
+        return self.sender.keys() == self.receiver.keys() and all(
+            torch.equal(self.sender[key], self.receiver[key]) for key in self.sender
+        )
 
 
 class FourBits(Codec):
@@ -169,33 +185,3 @@ class FourBits(Codec):
 
 def ids(*numbers):
     return torch.tensor(numbers)
-
-
-class AQPair(Pair):
-    """Gives the receiver what a second packet would hold, and counts its rows."""
-
-    dense = 0
-
-    def __call__(self, x, **changes):
-        sender, receiver = self._contexts(changes)
-        spec = TensorSpec.of(x)
-        parts = self.codec.encode(x, sender)
-        split = len(self.codec.layout(spec))
-        rest = (
-            self.codec.extra_payload(parts[:split], spec)
-            if isinstance(self.codec, VariableSizePayload)
-            else ()
-        )
-        assert tuple((tuple(part.shape), part.dtype) for part in parts) == self.codec.layout(spec) + rest
-        self.dense += sum(part.shape[0] for part in parts[split:])
-        self.parts, self.split = parts, split
-        return self.codec.decode(tuple(part.clone() for part in parts), spec, receiver)
-
-    def state_of(self, number):
-        (row,) = (value for key, value in self.sender.items() if key.endswith(f"{number:016x}"))
-        return row
-
-    def in_step(self):
-        return self.sender.keys() == self.receiver.keys() and all(
-            torch.equal(self.sender[key], self.receiver[key]) for key in self.sender
-        )

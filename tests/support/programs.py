@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +23,7 @@ from deepspeed.runtime.pipe.schedule import (
     SendGrad,
 )
 
-from tests.support.pipeline import batches, build, ds_config, layers, loss_fn, weights
+from tests.support.pipeline import batches, build, ds_config, layers, log_lines, loss_fn, weights
 
 STEPS = 3
 END = (ReduceTiedGrads, ReduceGrads, OptimizerStep)
@@ -183,11 +182,11 @@ def train(program: Program, block: dict[str, Any] | None) -> dict[str, Any]:
         deepspeed.PipelineEngine = before
     program.prepare(engine)
     data, losses, more = program.data(), [], []
-    with warnings_of_ours() as lines:
-        for step in range(program.steps):
-            program.before_batch(engine, step)
-            losses.append(engine.train_batch(data).item())
-            more += program.after_batch(engine)
+    lines = log_lines()
+    for step in range(program.steps):
+        program.before_batch(engine, step)
+        losses.append(engine.train_batch(data).item())
+        more += program.after_batch(engine)
     return {
         "class": type(engine).__name__,
         "losses": losses,
@@ -195,19 +194,6 @@ def train(program: Program, block: dict[str, Any] | None) -> dict[str, Any]:
         "weights": weights(engine),
         "left alone": [line for line in lines if "left to DeepSpeed" in line],
     }
-
-
-@contextlib.contextmanager
-def warnings_of_ours() -> Iterator[list[str]]:
-    """Collect the warnings that ds_compress logs inside."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ds_compress").addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logging.getLogger("ds_compress").removeHandler(handler)
 
 
 def train_all(program: Program) -> dict[str, dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 import math
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from ds_compress.kernels import native
 from ds_compress.kernels.feedback.cpu import is_finite
 from ds_compress.kernels.memory import empty_template, scratch
-from ds_compress.kernels.native.function import NUMBER, SIZE, Buffer, Call, Function
+from ds_compress.kernels.native.function import NUMBER, SIZE, Buffer, Function
 from ds_compress.kernels.topk import reference
 from ds_compress.kernels.topk.reference import INFINITY
 
@@ -57,31 +57,6 @@ _largest = Function(
     packed=Buffer((torch.uint8,), ("rows", "d"), per=8),
     values=_floats("rows", "k"),
 )
-
-
-class CopyPlan(NamedTuple):
-    """A call, and a template of what it writes (see `empty_template`)."""
-
-    call: Call
-    template: Tensor
-
-
-@lru_cache  # most messages have the shape of the one before
-def _list_plan(numel: int, count: int) -> CopyPlan:
-    return CopyPlan(_list_bits.bind(n=numel, count=count), empty_template((count,), torch.int64))
-
-
-@lru_cache
-def _gather_plan(dtype: torch.dtype, n: int, count: int) -> CopyPlan:
-    return CopyPlan(
-        _gather.bind(dtype=_MOVED.index(dtype), n=n, count=count), empty_template((count,), dtype)
-    )
-
-
-@lru_cache
-def _scatter_plan(dtype: torch.dtype, shape: tuple[int, ...], count: int) -> CopyPlan:
-    template = empty_template(shape, dtype)
-    return CopyPlan(_scatter.bind(dtype=_MOVED.index(dtype), n=template.numel(), count=count), template)
 
 
 def sample_plan(d: int, k: int, least: int) -> tuple[int, int, int]:
@@ -158,9 +133,8 @@ def list_bits(packed: Tensor, numel: int, count: int) -> Tensor:
     if not native.serves(numel):
         mask = np.unpackbits(packed.numpy(), count=numel, bitorder="little")
         return torch.from_numpy(np.flatnonzero(mask)[:count])
-    call, template = _list_plan(numel, count)
-    found = torch.empty_like(template)
-    call(packed.contiguous(), found)
+    found = torch.empty_like(empty_template((count,), torch.int64))
+    _list_bits.bind(n=numel, count=count)(packed.contiguous(), found)
     return found
 
 
@@ -168,21 +142,20 @@ def gather(x: Tensor, entries: Tensor, count: int) -> Tensor:
     """See `reference.gather`; of damaged bits, of which fewer than `count` are set, the first entry."""
     if entries.dtype != torch.uint8 or not _is_supported(x):
         return reference.gather(x, entries, count)
-    call, template = _gather_plan(x.dtype, x.numel(), count)
-    out = torch.empty_like(template)
-    call(x.contiguous(), entries, out)
+    out = torch.empty_like(empty_template((count,), x.dtype))
+    _gather.bind(dtype=_MOVED.index(x.dtype), n=x.numel(), count=count)(x.contiguous(), entries, out)
     return torch.where(is_finite(x), out, torch.nan)
 
 
 def scatter(values: Tensor, entries: Tensor, shape: tuple[int, ...]) -> Tensor:
     """See `reference.scatter`; of damaged bits, of which another number is set, all values that fit."""
-    if entries.dtype == torch.uint8 and values.dtype in _MOVED:
-        call, template = _scatter_plan(values.dtype, shape, values.numel())
-        if native.serves(template.numel()):
-            y = torch.empty_like(template)
-            call(y, entries, values.contiguous())
-            return y
-    return reference.scatter(values, entries, shape)
+    template = empty_template(shape, values.dtype)
+    if entries.dtype != torch.uint8 or values.dtype not in _MOVED or not native.serves(template.numel()):
+        return reference.scatter(values, entries, shape)
+    y = torch.empty_like(template)
+    call = _scatter.bind(dtype=_MOVED.index(values.dtype), n=y.numel(), count=values.numel())
+    call(y, entries, values.contiguous())
+    return y
 
 
 def select_largest(x: Tensor, k: int, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
