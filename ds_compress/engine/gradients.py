@@ -9,12 +9,10 @@ an `Exchange`; DeepSpeed's own function gets the others, or the whole bucket whe
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from ds_compress.codec import CODECS
 from ds_compress.codecs.lowrank import LowRank
@@ -31,13 +29,16 @@ from ds_compress.engine.deepspeed import (
 )
 from ds_compress.engine.optimizers import mix_in
 from ds_compress.engine.overlap import EarlyBuckets
+from ds_compress.engine.stage import Stage
 from ds_compress.engine.traffic import GradientTraffic
+from ds_compress.engine.wiring import connect_sets
 from ds_compress.message.part import Step
-from ds_compress.replicas.exchange import Replicas
 from ds_compress.replicas.factors import build_exchange, compressed_parameters
 from ds_compress.replicas.parameters import ParameterExchange, Range
 from ds_compress.replicas.slices import DTYPES, Gradient
+from ds_compress.replicas.transfers import Replicas
 from ds_compress.transport.collectives import lowest
+from ds_compress.transport.p2p import ExchangeConnections
 
 Exact = Callable[[list[Tensor]], Tensor]
 """DeepSpeed's all-reduce of a bucket; returns it flat."""
@@ -56,12 +57,12 @@ class ReplicaTraffic(GradientTraffic):
 
     kind = "replicas"
 
-    def __init__(self, engine: Any, config: Config, group: Any, has_partitions: bool):
+    def __init__(self, engine: Any, config: Config, connections: ExchangeConnections, has_partitions: bool):
         """
         Args:
             engine: DeepSpeed's.
             config: with a codec for replicas.
-            group: process group of the replicas of this stage, in which nothing else is sent.
+            connections: of the replicas of this stage.
             has_partitions: whether all stages have a BF16_Optimizer whose groups are all partitioned over the
                 replicas.
         """
@@ -76,7 +77,7 @@ class ReplicaTraffic(GradientTraffic):
             if id(parameter) not in tied and not is_moe_param(parameter)
         }
         self._numbers = {id(parameter): number for number, parameter in compressed.items()}
-        replicas = Replicas(dist.get_world_size(group), dist.get_rank(group), group, engine.stage_id)
+        replicas = Replicas.over(connections, engine.stage_id)
         bucket_bytes = options.bucket_mb * 10**6
         shared = block.seed, block.link.checksum
         itemsize = engine.communication_data_type.itemsize
@@ -233,18 +234,17 @@ class ReplicaTraffic(GradientTraffic):
         return sorted(spans)
 
 
-def connect_replicas(engine: Any, config: Config) -> ReplicaTraffic | None:
-    """Return what compresses the gradients between the replicas of this stage, with a process group of its
-    own; None if nothing does. Every rank of the job calls it."""
+def connect_replicas(engine: Any, stage: Stage) -> ReplicaTraffic | None:
+    """Return what compresses the gradients between the replicas of this `stage`, over connections of its own;
+    None if nothing does. Every rank of the job calls it."""
+    config = stage.config
     if config.replica_codec is None or not engine.is_data_parallel:
         return None
-    limit = timedelta(seconds=config.block.link.timeout_s)
-    groups = [dist.new_group(ranks, timeout=limit) for ranks in engine.grid.dp_groups]
-    own = next(group for group, ranks in zip(groups, engine.grid.dp_groups) if dist.get_rank() in ranks)
+    connections = connect_sets(stage, engine.grid.dp_groups)
     has_owners = not engine.has_moe_layers and not any(layers(config.replica_codec, LowRank))
     partitions = isinstance(engine.optimizer, BF16_Optimizer) and has_owners
     everywhere = lowest(engine.device, partitions)  # some stages may have MoE layers
-    traffic = ReplicaTraffic(engine, config, own, any(everywhere))
+    traffic = ReplicaTraffic(engine, config, connections, any(everywhere))
     mix_in(engine.optimizer, traffic)
     return traffic
 

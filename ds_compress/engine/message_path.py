@@ -268,7 +268,7 @@ class MessagePath:
         """
         if not self.is_eager:
             return self.own_link or "blocking"
-        connections = max((len(end.link.groups) for end in self.stage.ends), default=1)  # none of one stage
+        connections = self.stage.connections
         several = f", {connections} connections" if connections > 1 else ""
         if self.engine.dynamic_shape and self.config.block.link.connections == "auto":
             several = ", connections auto, 1 because of dynamic_shape"

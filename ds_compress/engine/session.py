@@ -88,10 +88,9 @@ class Session:
         self.depth = AutoController(config) if config.quality else DepthController(config.block.link)
         self.path = make_path(engine, config, p2p, original, left_alone, self.depth.now)
         self.stage = self.path.stage
-        self.gradients = connect_replicas(engine, config)
-        self.tied, tied = connect_copies(engine, config, original)
+        self.gradients = connect_replicas(engine, self.stage)
+        self.tied, tied = connect_copies(engine, self.stage, original)
         exchanges = [each for each in (self.gradients, self.tied) if each is not None]
-        self.stage.groups += [each.exchange.replicas.group for each in exchanges]
         self.traffic = {each.kind: each for each in (*exchanges, outer) if each is not None}
         """What sends gradients, or changes of weights, beside messages, by kind."""
         self.guard = Guard(config, engine.global_rank, boundaries)

@@ -14,7 +14,7 @@ from ds_compress.config import Config
 from ds_compress.engine.intercept import PointToPoint, ShapeLinks, ShapeMessage, Specs
 from ds_compress.message.channel import Boundary, Channel
 from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
-from ds_compress.transport.p2p import Receiver, Sender
+from ds_compress.transport.p2p import ExchangeConnections, Receiver, Sender
 from ds_compress.transport.streams import CodecStream, Made
 
 
@@ -65,7 +65,9 @@ class Stage:
         self._unplaced: deque[Tensor] = deque()  # ids of batches in unknown buffers
         self.in_schedule = False
         self.wants_samples = config.in_force.sample_ids is not None and before is None
-        self.groups: list[Any] = []  # process groups of its channels
+        self.groups: list[Any] = []  # process groups of its channels and exchanges
+        self.connections = 1  # of each channel and exchange
+        self.exchanges: list[ExchangeConnections] = []
         self.extra_groups: set[str] = set()  # directions whose extra packets have a group of their own
         self.shape_links: ShapeLinks | None = None  # None: shape messages go DeepSpeed's way
         self.announced: dict[int, Specs] = {}

@@ -9,8 +9,7 @@ model far more than all messages of the step. Copies stay equal, as all decode t
 """
 
 import logging
-from collections.abc import Mapping
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +20,15 @@ from torch import distributed as dist
 from ds_compress.config import KEY, Config
 from ds_compress.engine.deepspeed import is_deepspeeds, loss_scale, tied_gradient, tied_itemsize
 from ds_compress.engine.optimizers import has_autocast_scaler
+from ds_compress.engine.stage import Stage
 from ds_compress.engine.traffic import GradientTraffic, describe
-from ds_compress.replicas.exchange import Exchange, Replicas, replica_failures
+from ds_compress.engine.wiring import connect_sets
+from ds_compress.replicas.exchange import Exchange
 from ds_compress.replicas.slices import DTYPES, Gradient, is_compressed
+from ds_compress.replicas.transfers import Replicas, replica_failures
 from ds_compress.transport import staging
 from ds_compress.transport.collectives import all_gather
+from ds_compress.transport.p2p import ExchangeConnections
 
 logger = logging.getLogger("ds_compress")
 
@@ -48,19 +51,18 @@ class TiedTraffic(GradientTraffic):
 
     kind = "tied"
 
-    def __init__(self, engine: Any, config: Config, group: Any, ranks: list[int]):
+    def __init__(self, engine: Any, config: Config, connections: ExchangeConnections):
         """
         Args:
             engine: DeepSpeed's.
             config: with a codec for tied weights.
-            group: process group of `ranks`, in which nothing else is sent.
-            ranks: that have copies.
+            connections: of the ranks that have copies.
         """
         assert config.tied_codec is not None
-        weights = _weights_of(engine.module, ranks)
+        weights = _weights_of(engine.module, connections.ranks)
         self._blocks = [block for weight in weights for block in _cut(weight)]
         # a stage beyond the last one: all copies agree on it, and gradients between replicas have another
-        replicas = Replicas(len(ranks), dist.get_rank(group), group, engine.num_stages, CONTENT, BETWEEN)
+        replicas = Replicas.over(connections, engine.num_stages, content=CONTENT, between=BETWEEN)
         exchange = Exchange(
             replicas,
             config.tied_codec,
@@ -116,12 +118,10 @@ def reduce_tied_gradients(engine: Any) -> None:
         session.path.original[schedule.ReduceTiedGrads](engine)
 
 
-def connect_copies(
-    engine: Any, config: Config, original: Mapping[type, Any]
-) -> tuple[TiedTraffic | None, str]:
-    """Return what exchanges the gradients of this rank's tied weights, with a process group of its own, and
-    what the start-up line says of all ranks; None if this rank has none, "" if no rank has. Every rank of the
-    job calls it.
+def connect_copies(engine: Any, stage: Stage, original: Mapping[type, Any]) -> tuple[TiedTraffic | None, str]:
+    """Return what exchanges the gradients of this rank's tied weights, over connections of its own, and what
+    the start-up line says of all ranks; None if this rank has none, "" if no rank has. Every rank of the job
+    calls it.
 
     Where it is not possible, they stay exact, and rank 0 logs why. A rank takes part for the first set of
     stages that it shares a weight with: weights that other sets share stay exact.
@@ -129,6 +129,7 @@ def connect_copies(
     Args:
         original: DeepSpeed's functions, by instruction.
     """
+    config = stage.config
     if config.tied_codec is None:
         return None, ""
     found = [each["ranks"] for each in engine.module.tied_comms.values()]
@@ -146,11 +147,9 @@ def connect_copies(
         logger.warning("ds_compress: %s.tied has no effect: %s", KEY, why)
     if why or not agreed:
         return None, ""
-    limit = timedelta(seconds=config.block.link.timeout_s)
-    groups = {ranks: dist.new_group(ranks, timeout=limit) for ranks in agreed}
+    connections = connect_sets(stage, agreed)
     said = describe(f"{CONTENT} between {BETWEEN}", config.tied_codec, config.warmup_steps)
-    group = groups.get(tuple(sorted(own)))
-    return TiedTraffic(engine, config, group, own) if group is not None else None, said
+    return TiedTraffic(engine, config, connections) if connections.ranks else None, said
 
 
 def _why_exact(engine: Any, original: Mapping[type, Any]) -> str:
@@ -164,7 +163,7 @@ def _why_exact(engine: Any, original: Mapping[type, Any]) -> str:
     return ""
 
 
-def _weights_of(module: Any, ranks: list[int]) -> list[Tensor]:
+def _weights_of(module: Any, ranks: Sequence[int]) -> list[Tensor]:
     """Return the trained weights that `ranks` have copies of and that are large enough, in an order that is
     the same on all of them."""
     return [

@@ -1,6 +1,7 @@
 """Connect the channels of a stage: which rank each one goes to, over which process group."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ds_compress.transport.collectives import all_gather
 from ds_compress.transport.p2p import (
     EagerReceiver,
     EagerSender,
+    ExchangeConnections,
     PeerTimeout,
     Receiver,
     Sender,
@@ -92,12 +94,13 @@ def wire_extra_links(stage: Stage, engine: Any) -> None:
         if channel.direction in missing:
             own = groups[channel.boundary.number % 2, f"{channel.direction}{EXTRA}"]
             end.extra_link = type(link)(link.peer, link.device, own, link.timeout, link.depth)
-    set_connections(stage, engine, len(stage.ends[0].link.groups))
+    set_connections(stage, engine, stage.connections)
 
 
 def set_connections(stage: Stage, engine: Any, number: int) -> None:
-    """Let channels send over `number` connections from the next packet on; every rank of the job calls it,
-    with no packet in flight. Over NCCL, which opens its own, and over DeepSpeed's group it stays one.
+    """Let channels and exchanges send over `number` connections from the next packet on; every rank of the
+    job calls it, with no packet in flight. Over NCCL, which opens its own, and over DeepSpeed's group it
+    stays one.
     """
     if stage.config.block.link.mode != "eager" or receives_hold_device(engine.device):
         return
@@ -118,6 +121,18 @@ def set_connections(stage: Stage, engine: Any, number: int) -> None:
                 dist.destroy_process_group(unused)
             link.groups = [*link.groups[:number], *added.get(parity, ())]
             stage.groups += added.get(parity, ())
+    for each in stage.exchanges:
+        each.set_number(number)
+    stage.connections = number
+
+
+def connect_sets(stage: Stage, sets: Sequence[Sequence[int]]) -> ExchangeConnections:
+    """Connect the ranks of each of the `sets`, which exchange gradients, over as many connections as
+    channels have; every rank of the job calls it."""
+    connections = ExchangeConnections(sets, stage.config.block.link.timeout_s, stage.groups)
+    connections.set_number(stage.connections)
+    stage.exchanges.append(connections)
+    return connections
 
 
 def _neighbours(stage: Stage, engine: Any) -> list[tuple[int, int, int]]:

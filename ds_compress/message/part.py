@@ -7,6 +7,7 @@ import torch
 
 from ds_compress.config import Config
 from ds_compress.message.channel import Boundary
+from ds_compress.transport.p2p import ExchangeConnections
 from ds_compress.transport.streams import Made
 
 
@@ -58,6 +59,10 @@ class StageView(MessageSource, Protocol):
     config: Config
     before: Boundary | None
     after: Boundary | None
+    connections: int
+    """TCP connections of each channel and exchange."""
+    exchanges: list[ExchangeConnections]
+    """Ranks that exchange gradients, beside the channels."""
 
     def on_codec_stream(self, boundary: Boundary, work: Callable[[], Made]) -> Made:
         """Run `work` on the stream where the codecs of `boundary` run; return its result."""

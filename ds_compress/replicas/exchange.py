@@ -14,22 +14,19 @@ so the all-gather is skipped. While the packets of one bucket are in flight, the
 import itertools
 import math
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed import Work
 
 from ds_compress.codec import Codec
 from ds_compress.codecs.message_error import measure_error
-from ds_compress.errors import CompressionError, in_one_line
 from ds_compress.feedback.state import residuals
-from ds_compress.kernels.memory import is_out_of_memory
 from ds_compress.message.layout import Counters
 from ds_compress.replicas.slices import AVERAGE, GRADIENT, HALVES, Gradient, Slice, SliceCodec, Slices
+from ds_compress.replicas.transfers import Replicas, Started, Transfer
 
 MEASURED = 2**20
 """Most values of a bucket that are compared with their exact average, which takes one more all-reduce."""
@@ -64,16 +61,6 @@ class _Sent(NamedTuple):
         part.copy_(average[: part.numel()] if scale == 1.0 else average[: part.numel()] * scale)
 
 
-class Transfer(NamedTuple):
-    """What a replica sends in one collective. With `sizes`, replica r receives sizes[r] bytes from each."""
-
-    packets: Tensor  # uint8, or numbers that are summed
-    sizes: list[int] | None = None
-    """Bytes for each replica, in the order of their ranks; None: each replica gets all packets."""
-    is_summed: bool = False
-    """Whether each replica gets the sum of what all send, instead of packets."""
-
-
 Rounds = Generator[Transfer, Tensor | None, None]
 
 
@@ -84,25 +71,7 @@ class _InFlight:
     gradients: Sequence[Gradient]
     exact: Tensor | None  # its exact average, if it is measured
     rounds: Rounds
-    arrived: Tensor  # filled by `work`
-    work: Work | None  # None: all averages are in place
-
-
-@dataclass(frozen=True)
-class Replicas:
-    """The replicas of a stage, and this rank among them."""
-
-    size: int
-    rank: int
-    group: Any = None  # a process group in which nothing else is sent
-    stage: int = 0  # of the pipeline
-    content: str = "gradients"  # of what they exchange, for lines to the user
-    between: str = "replicas"
-
-    @property
-    def exchanged(self) -> str:
-        """Return what is exchanged, and by whom, for lines to the user."""
-        return f"{self.content} between {self.between}"
+    started: Started | None  # None: all averages are in place
 
 
 class Exchange:
@@ -165,7 +134,7 @@ class Exchange:
             measures, self._measures = self._measures, False
             exact = self._exact(bucket, factor) if measures else None
             rounds = self.rounds(bucket, factor, scale, step)
-            self._in_flight.append(_InFlight(bucket, exact, rounds, *self._start(next(rounds))))
+            self._in_flight.append(_InFlight(bucket, exact, rounds, self.replicas.start(next(rounds))))
             if len(self._in_flight) > GATHERS_AFTER:
                 self._advance(self._in_flight[-1 - GATHERS_AFTER])
             if len(self._in_flight) > ENDS_AFTER:
@@ -199,7 +168,7 @@ class Exchange:
 
     def _exact(self, gradients: Sequence[Gradient], factor: float) -> Tensor:
         flat = torch.cat([values.float() for values, _ in _sample(gradients)])
-        dist.all_reduce(flat, group=self.replicas.group)
+        dist.all_reduce(flat, group=self.replicas.groups[0])
         return flat.mul_(factor)
 
     def _compare(self, gradients: Sequence[Gradient], exact: Tensor) -> tuple[float, float]:
@@ -231,31 +200,15 @@ class Exchange:
         if bucket:
             yield bucket
 
-    def _start(self, transfer: Transfer) -> tuple[Tensor, Work]:
-        """Start a transfer over the process group; return the buffer it fills, and its handle."""
-        (packets, sizes, is_summed), size = transfer, self.replicas.size
-        options = {"group": self.replicas.group, "async_op": True}
-        if is_summed:
-            with replica_failures(self.replicas):
-                return packets, dist.all_reduce(packets, **options)
-        received = sizes[self.replicas.rank] if sizes is not None else packets.numel()
-        arrived = torch.empty(size * received, dtype=torch.uint8, device=packets.device)
-        with replica_failures(self.replicas):
-            if sizes is None:
-                return arrived, dist.all_gather_into_tensor(arrived, packets, **options)
-            return arrived, dist.all_to_all_single(arrived, packets, [received] * size, sizes, **options)
-
     def _advance(self, bucket: _InFlight) -> bool:
         """Wait for a transfer of a bucket and start its next one; return False if there is none."""
-        if bucket.work is None:
+        if bucket.started is None:
             return False
-        with replica_failures(self.replicas):
-            bucket.work.wait()
         try:
-            bucket.arrived, bucket.work = self._start(bucket.rounds.send(bucket.arrived))
+            bucket.started = self.replicas.start(bucket.rounds.send(bucket.started.wait()))
         except StopIteration:
-            bucket.work = None
-        return bucket.work is not None
+            bucket.started = None
+        return bucket.started is not None
 
     def _end(self, bucket: _InFlight) -> None:
         """Wait for all transfers of a bucket."""
@@ -326,17 +279,6 @@ def _sample(gradients: Sequence[Gradient]) -> Iterator[tuple[Tensor, int | None]
             return
         left -= values.numel()
         yield values, gradient.owner
-
-
-@contextmanager
-def replica_failures(replicas: Replicas) -> Iterator[None]:
-    """Re-raise errors of torch.distributed as CompressionErrors that name what `replicas` exchange."""
-    try:
-        yield
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise
-        raise CompressionError(f"{replicas.exchanged}: {in_one_line(error)}") from None
 
 
 def cut(packets: Tensor, plan: Iterable[Item]) -> Iterator[tuple[Item, Tensor]]:

@@ -24,8 +24,9 @@ from ds_compress.codecs.shapes import LARGEST_FACTOR, WIRE_DTYPES
 from ds_compress.feedback.ef import ErrorFeedbackCodec
 from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.numerics import cast, is_finite, saturate
-from ds_compress.replicas.exchange import Exchange, Replicas, Rounds, Transfer
+from ds_compress.replicas.exchange import Exchange, Rounds
 from ds_compress.replicas.slices import GRADIENT, Gradient, Slice, Slices, is_compressed
+from ds_compress.replicas.transfers import Replicas, Transfer
 
 
 def compressed_parameters(parameters: Iterable[Tensor], codec: Codec) -> dict[int, Tensor]:

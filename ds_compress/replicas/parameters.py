@@ -12,14 +12,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
-from torch.distributed import Work
 
 from ds_compress.codec import Codec, TensorSpec
 from ds_compress.message.layout import Counters
 from ds_compress.message.packet import ALIGNMENT
-from ds_compress.replicas.exchange import Replicas, cut, replica_failures
+from ds_compress.replicas.exchange import cut
 from ds_compress.replicas.slices import AVERAGE, RowSpan, Slice, SliceCodec
+from ds_compress.replicas.transfers import Replicas, Started, Transfer
 
 
 class Range(NamedTuple):
@@ -84,16 +83,14 @@ class ParameterExchange:
         plan = self._plans[flat.data_ptr()]
         with torch.no_grad():
             under_way = [self._send(bucket, flat, new, step) for bucket in plan]
-            for bucket, (everywhere, work) in zip(plan, under_way):
-                with replica_failures(self._replicas):
-                    work.wait()
-                self._add(bucket, everywhere, flat, step)
+            for bucket, started in zip(plan, under_way):
+                self._add(bucket, started.wait(), flat, step)
         size = self._replicas.size
         self._sent.raw_bytes += (size - 1) * flat.nbytes // size
-        self._sent.wire_bytes += sum(everywhere.numel() for everywhere, _ in under_way) * (size - 1) // size
+        self._sent.wire_bytes += sum(each.arrived.numel() for each in under_way) * (size - 1) // size
 
-    def _send(self, bucket: _Bucket, flat: Tensor, new: Tensor, step: int) -> tuple[Tensor, Work]:
-        """Encode and send this replica's parts of a bucket; return where all replicas' packets arrive."""
+    def _send(self, bucket: _Bucket, flat: Tensor, new: Tensor, step: int) -> Started:
+        """Encode and send this replica's parts of a bucket."""
         size, own = self._replicas.size, self._replicas.rank
         first, nbytes = own * flat.numel() // size, max(sum(part.nbytes for part in each) for each in bucket)
         packets = torch.zeros(nbytes, dtype=torch.uint8, device=flat.device)
@@ -104,10 +101,7 @@ class ParameterExchange:
                 _raw(packet, shadow).copy_(value)
             else:
                 self._codec.encode(part.slice, value - shadow.float(), packet, AVERAGE, step, own)
-        everywhere = torch.empty(size * nbytes, dtype=torch.uint8, device=flat.device)
-        with replica_failures(self._replicas):
-            group = self._replicas.group
-            return everywhere, dist.all_gather_into_tensor(everywhere, packets, group=group, async_op=True)
+        return self._replicas.start(Transfer(packets))
 
     def _add(self, bucket: _Bucket, everywhere: Tensor, flat: Tensor, step: int) -> None:
         """Add what arrived to the shadow."""

@@ -172,7 +172,7 @@ class AutoController(DepthController):
             return None
         self.set(stage, chosen["depth"])
         step = engine.global_steps
-        block = reproducing(self._config, chosen, step, len(stage.ends[0].link.groups))
+        block = reproducing(self._config, chosen, step, stage.connections)
         return Change(
             _everywhere(chosen["block"], len(found.networks)),
             lambda _: print(

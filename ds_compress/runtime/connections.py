@@ -1,9 +1,9 @@
-"""Choose the connections of channels: `"link": {"connections": "auto"}`.
+"""Choose the connections of channels and exchanges: `"link": {"connections": "auto"}`.
 
 A TCP connection needs round trips to recover from a lost packet, so several together are faster; a slow link
 without loss carries the same with any number. Before the first training step, and after a checkpoint was
-loaded, neighbours probe their links with 1, 4 and 16 connections, as long as more are faster. One collective
-for each number gives the rates to all ranks, and each makes the same choice.
+loaded, ranks probe their links, to neighbours and to replicas, with 1, 4 and 16 connections, as long as more
+are faster. One collective for each number gives the rates to all ranks, and each makes the same choice.
 """
 
 import math
@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
+
 from ds_compress.message.part import RuntimePart, StageView, Step
 from ds_compress.runtime.stage_profile import Row, gather, probe_links
-from ds_compress.transport.p2p import EagerSender
+from ds_compress.transport.p2p import EagerReceiver, EagerSender
 from ds_compress.transport.probe import NEAR, SEGMENT, message_rate, probe
 from ds_compress.transport.staging import receives_hold_device
 
@@ -43,13 +45,13 @@ class ConnectionsController(RuntimePart):
         """Choose if it is due; no packet is in flight."""
         is_due, self._is_due = self._is_due, False
         stage, engine = step.stage, step.engine
-        is_eager = any(isinstance(end.link, EagerSender) for end in stage.ends)
+        is_eager = all(isinstance(end.link, EagerSender | EagerReceiver) for end in stage.ends)
         if not is_due or not is_eager or engine.dynamic_shape or receives_hold_device(engine.device):
             return
         slowest: dict[int, Row] = {}
         for number in NUMBERS:
             self._set(stage, engine, number)
-            row = slowest_row(gather(_probe(stage), engine.device))
+            row = slowest_row(gather(_probe(stage, engine.device), engine.device))
             if slowest and not math.isfinite(row["rate"]):  # the link is just as far as `NEAR`
                 break
             slowest[number] = row
@@ -60,10 +62,14 @@ class ConnectionsController(RuntimePart):
             print(format_choice(slowest), flush=True)
 
 
-def _probe(stage: StageView) -> Row:
-    """Return the slowest link to this rank: bytes per second, and seconds of a round trip."""
-    found = [link for _, link in probe_links(stage, partial(probe, rate=message_rate))]
-    return slowest_row([{"rate": link.incoming, "round trip": 2 * link.latency} for link in found])
+def _probe(stage: StageView, device: torch.device) -> Row:
+    """Return the slowest link to this rank, of channels and exchanges: bytes per second, and seconds of a
+    round trip."""
+    probe_message = partial(probe, rate=message_rate)
+    found = [link for _, link in probe_links(stage, probe_message)]
+    found += [probe_message(*link) for each in stage.exchanges for link in each.links(device)]
+    rows = [{"rate": link.incoming, "round trip": 2 * link.latency} for link in found]
+    return slowest_row(rows or [{"rate": math.inf, "round trip": 0.0}])
 
 
 def slowest_row(rows: list[Row]) -> Row:

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from ds_compress.config import KEY, Config
 from ds_compress.errors import CompressionError
-from ds_compress.replicas.exchange import Exchange, Replicas, Transfer
+from ds_compress.replicas.exchange import Exchange
 from ds_compress.replicas.factors import build_exchange, compressed_parameters
 from ds_compress.replicas.slices import Gradient
+from ds_compress.replicas.transfers import Replicas, Transfer
 
 
 class SimulatedReplicas:

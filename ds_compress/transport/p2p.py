@@ -305,24 +305,64 @@ def channel_groups(
     }
 
 
-def connection_groups(
-    pairs: Sequence[tuple[int, int, int]], number: int, seconds: float
-) -> dict[int, list[Any]]:
-    """Create `number` process groups of the two ranks of each of the `pairs`: further connections of a use of
-    `channel_groups`. Return those of this rank, by boundary % 2.
+def connection_groups(sets: Sequence[tuple[int, ...]], number: int, seconds: float) -> dict[int, list[Any]]:
+    """Create `number` process groups of the ranks of each of the `sets`. Return those of this rank, by
+    boundary % 2.
 
     gloo connects every two ranks of a group, so a group of every rank would take a socket for each rank of
-    the job. All ranks name all pairs, as torch counts groups, but only the two of a pair wait for each other.
+    the job. All ranks name all sets, as torch counts groups, but only those of a set wait for each other.
     (`use_local_synchronization` names a group by how many its ranks have; stages have different numbers.)
 
     Args:
-        pairs: (boundary, rank, other rank), of all pipelines of the job. Every rank passes the same.
+        sets: (boundary, ranks...), of all pipelines of the job. Every rank passes the same.
         seconds: after which a transfer is given up.
     """
     rank, limit = dist.get_rank(), timedelta(seconds=seconds)
     groups: dict[int, list[Any]] = {}
-    for boundary, *ranks in sorted(pairs, key=lambda pair: pair[0] % 2):
+    for boundary, *ranks in sorted(sets, key=lambda each: each[0] % 2):
         made = [dist.new_group(ranks, timeout=limit) for _ in range(number)]
         if rank in ranks:
             groups[boundary % 2] = made
     return groups
+
+
+class ExchangeConnections:
+    """The connections between the ranks of each of some sets. Every rank of the job has one, and calls
+    `set_number` alike; its groups are those of the set that this rank is in."""
+
+    def __init__(self, sets: Sequence[Sequence[int]], seconds: float, kept: list[Any]):
+        """
+        Args:
+            sets: ranks in ascending order. A rank is in at most one.
+            seconds: after which a transfer is given up.
+            kept: process groups in use, to which its own are added.
+        """
+        self.groups: list[Any] = []
+        self.ranks = next((ranks for ranks in sets if dist.get_rank() in ranks), ())
+        self._sets = [(0, *ranks) for ranks in sets]
+        self.seconds = seconds
+        self._kept = kept
+        self._number = 0
+        self.set_number(1)
+
+    def set_number(self, number: int) -> None:
+        """Have so many from the next packet on; none is in flight."""
+        more, self._number = number - self._number, number
+        for unused in self.groups[number:]:
+            self._kept.remove(unused)
+            dist.destroy_process_group(unused)
+        del self.groups[number:]
+        added = connection_groups(self._sets, more, self.seconds).get(0, []) if more > 0 else []
+        self.groups += added
+        self._kept += added
+
+    def links(self, device: torch.device) -> Iterator[tuple[EagerSender, EagerReceiver, bool]]:
+        """Yield ends to the ranks before and after this one in its set, and whether this one is the first of
+        the two. No rank waits for another if all take them in this order."""
+        timeout = PeerTimeout(seconds=self.seconds)
+        own = self.ranks.index(dist.get_rank()) if self.ranks else 0
+        for first in sorted((own - 1, own), key=lambda first: first % 2):
+            if 0 <= first < len(self.ranks) - 1:
+                peer = self.ranks[first + 1 if first == own else first]
+                link = peer, device, self.groups, timeout
+                yield EagerSender(*link), EagerReceiver(*link), first == own

@@ -8,6 +8,7 @@ Needs root.
                                [--loss 0 0.1 1] [--jitter 5] [--stages 2 | 4] [--steps 8] [--rounds 1]
                                [--out FOLDER]
     python launch/bench/net.py --replicas [--dtypes fp32 bf16] [--slowdowns 2.5 5] [--steps 8] [--out FOLDER]
+    python launch/bench/net.py --replicas --mbit 200 [--latencies 80] [--loss 0 0.05] [--connections 1 16]
 
 Two stages, one core each, in two network namespaces (two_hosts.sh), or four, two of them on each host: then
 their passes sleep most of the time (sleeping_passes.py), as there are not enough cores. The links are the
@@ -56,7 +57,7 @@ from ds_compress.config import DIRECTIONS, Config
 from ds_compress.planning.step_time import LinkSpeed, MessageCost, TransferPlan, Workload, predict
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from launch.bench.net_replicas import DTYPES
+from launch.bench.net_replicas import DTYPES, bench_connections
 from launch.bench.net_replicas import bench as bench_replicas
 from launch.bench.net_report import link_of, plot, show
 from launch.bench.net_runs import (
@@ -319,6 +320,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that run() can clean up
     torch.set_num_threads(1)
     out = args.out.resolve()
+    if args.replicas and args.mbit:
+        places = product(args.mbit, args.latencies, args.loss)
+        wires = [Wire(mbit, latency, loss, args.jitter) for mbit, latency, loss in places]
+        bench_connections(out, args.steps, args.micro_batch or 24, wires, args.connections)
+        return
     if args.replicas:
         bench_replicas(out, args.steps, args.micro_batch or 24, args.slowdowns, args.dtypes)
         return

@@ -5,7 +5,9 @@ import shutil
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +31,7 @@ class Setting(NamedTuple):
 
     dtype: dict[str, Any]
     replicas: dict[str, Any] | None = None  # None: DeepSpeed alone
+    link: dict[str, Any] = {}
 
 
 SETTINGS = {
@@ -121,6 +124,35 @@ def bench(out: Path, steps: int, micro_batch: int, slowdowns: Sequence[float], d
     show("2 replicas of one stage", table)
 
 
+def bench_connections(
+    out: Path, steps: int, micro_batch: int, wires: Sequence[Wire], numbers: Sequence[int | str]
+) -> None:
+    """Train in fp32 over each of the links, with DeepSpeed alone and with 4 and 8 bits over so many
+    connections; write OUT/rows.json and a table."""
+    out.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for wire in wires:
+        settings = {"DeepSpeed alone": SETTINGS["fp32 stock"]}
+        for name, number in product(("8 bits", "4 bits"), numbers):
+            replicas = SETTINGS[f"fp32 {name}"].replicas
+            settings[f"{name}, connections {number}"] = Setting({}, replicas, {"connections": number})
+        for name, setting in settings.items():
+            found = _train(out, name, setting, wire, steps, micro_batch)
+            rows.append({"setting": name, **asdict(wire), **found, "processor": processor()})
+            (out / "rows.json").write_text(json.dumps(rows, indent=2) + "\n")
+    table = [
+        {
+            "link": f"{row['mbit']:g} Mbit/s, {row['rtt_ms']:g} ms",
+            "lost, %": f"{row['loss']:g}",
+            "setting": row["setting"],
+            "step, s": f"{row['step_s']:.3f}",
+            "loss": f"{row['first_loss']:.4f} -> {row['last_loss']:.4f}",
+        }
+        for row in rows
+    ]
+    show("2 replicas of one stage", table)
+
+
 def _slow_link(
     train: Callable[[Wire], dict[str, Any]], slowdown: float, free: dict[str, Any]
 ) -> tuple[Wire, dict[str, Any]]:
@@ -144,7 +176,8 @@ def _train(
     out: Path, name: str, setting: Setting, wire: Wire, steps: int, micro_batch: int
 ) -> dict[str, float]:
     """Return step time, bytes and losses of one run."""
-    folder = out / f"{name} {wire.name}".replace(" ", "-").replace(",", "").replace("/s", "").lower()
+    place = f"{name} {wire.name} {wire.rtt_ms:g} ms {wire.loss:g}"
+    folder = out / place.replace(" ", "-").replace(",", "").replace("/s", "").lower()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     config = {
@@ -156,7 +189,7 @@ def _train(
         **setting.dtype,
     }
     if setting.replicas is not None:
-        config["ds_compress"] = {"replicas": setting.replicas, "monitor": {"every": 0}}
+        config["ds_compress"] = {"replicas": setting.replicas, "link": setting.link, "monitor": {"every": 0}}
     (folder / "ds_config.json").write_text(json.dumps(config, indent=2))
     words = [LAUNCH / "two_hosts.sh", LAUNCH / "train_lm.py", "--stages", 1, "--layers", LAYERS]
     words += ["--hidden", HIDDEN, "--seq", SEQ, "--steps", steps]

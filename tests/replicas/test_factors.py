@@ -7,9 +7,9 @@ from torch import nn
 from ds_compress.codec import CODECS
 from ds_compress.config.replicas import ReplicasOptions, build_replica_codec
 from ds_compress.feedback.state import residuals
-from ds_compress.replicas.exchange import Replicas
 from ds_compress.replicas.factors import build_exchange, compressed_parameters
 from ds_compress.replicas.slices import Gradient
+from ds_compress.replicas.transfers import Replicas
 from ds_compress.simulate import SimulatedReplicas
 from tests.replicas.test_gradients import skipped_step
 from tests.simulate.test_replicas import assert_simulated_weights, distance_from_optimum
@@ -37,7 +37,7 @@ def averages(feedback, dtype, rank_of_mean, steps):
     options = ReplicasOptions(**block(dtype=dtype, feedback=feedback)["replicas"])
     codec = build_replica_codec(options, "x")
     found = compressed_parameters([torch.empty(shape) for shape in SHAPES], codec)
-    replicas = Replicas(size, rank, torch.distributed.group.WORLD)
+    replicas = Replicas(size, rank, [torch.distributed.group.WORLD])
     exchange = build_exchange(replicas, codec, found, 1, 1234)
     everywhere, own = torch.Generator().manual_seed(9), torch.Generator().manual_seed(rank)
     given, came = [], []

@@ -11,8 +11,9 @@ from ds_compress.codec import TensorSpec
 from ds_compress.config.replicas import ReplicasOptions, build_replica_codec
 from ds_compress.errors import CompressionError
 from ds_compress.feedback.state import residuals
-from ds_compress.replicas.exchange import Exchange, Replicas
+from ds_compress.replicas.exchange import Exchange
 from ds_compress.replicas.slices import GRADIENT, MIN_NUMEL, Gradient, Slice, Slices
+from ds_compress.replicas.transfers import Replicas
 from tests.support.pipeline import batches, build, ds_config
 from tests.support.pipeline_kinds import fp16_on_cpu
 from tests.support.ranks import run_ranks
@@ -214,7 +215,11 @@ def sums(codec, feedback, steps, owner):
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     options = ReplicasOptions(codec=codec, feedback=feedback)
     exchange = Exchange(
-        Replicas(size, rank, torch.distributed.group.WORLD), build_replica_codec(options, "x"), 1, 1234, True
+        Replicas(size, rank, [torch.distributed.group.WORLD]),
+        build_replica_codec(options, "x"),
+        1,
+        1234,
+        True,
     )
     generator = torch.Generator().manual_seed(rank)
     given, came = torch.zeros(sum(PARTS), dtype=torch.float64), torch.zeros(sum(PARTS), dtype=torch.float64)
@@ -293,7 +298,11 @@ def exchange_damaged(damage):
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     options = ReplicasOptions(codec="quantize")
     exchange = Exchange(
-        Replicas(size, rank, torch.distributed.group.WORLD), build_replica_codec(options, "x"), 10**6, 1, True
+        Replicas(size, rank, [torch.distributed.group.WORLD]),
+        build_replica_codec(options, "x"),
+        10**6,
+        1,
+        True,
     )
     stock = torch.distributed.all_to_all_single
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from ds_compress.codec import CODECS
 from ds_compress.message.layout import Counters
-from ds_compress.replicas.exchange import Replicas
 from ds_compress.replicas.parameters import ParameterExchange, Range
+from ds_compress.replicas.transfers import Replicas
 from tests.support.pipeline import batches, build, ds_config
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal

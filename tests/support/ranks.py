@@ -80,10 +80,12 @@ def _fork(rank: int, world_size: int, port: int, folder: Path, function, args) -
         result = False, traceback.format_exc()
     (folder / f"{rank}.part").write_bytes(pickle.dumps(result))
     (folder / f"{rank}.part").rename(folder / str(rank))
-    if code == 0:
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-    os._exit(code)
+    try:
+        if code == 0:
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
+    finally:  # or a rank whose peers have died would go on as another pytest
+        os._exit(code)
 
 
 def run_launches(

@@ -1,0 +1,126 @@
+"""How packets get from each replica to every other one.
+
+A collective of gloo has one TCP connection between two ranks. Over several (`transport/parts.py`) each
+replica sends its packets to the others itself: the same bytes come, in the same places.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import Work
+
+from ds_compress.errors import CompressionError, in_one_line
+from ds_compress.kernels.memory import is_out_of_memory
+from ds_compress.transport import parts
+from ds_compress.transport.p2p import ExchangeConnections, PeerTimeout
+from ds_compress.transport.parts import Parts
+
+
+class Transfer(NamedTuple):
+    """What a replica sends at once. With `sizes`, replica r receives sizes[r] bytes from each."""
+
+    packets: Tensor  # uint8, or numbers that are summed
+    sizes: list[int] | None = None
+    """Bytes for each replica, in the order of their ranks; None: each replica gets all packets."""
+    is_summed: bool = False
+    """Whether each replica gets the sum of what all send, instead of packets."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """A transfer under way."""
+
+    replicas: "Replicas"
+    arrived: Tensor
+    """What it fills: from one replica after another, or the sum."""
+    works: Sequence[tuple[int | None, Work | Parts]]
+    """With the global rank of the other replica; None: a collective."""
+
+    def wait(self) -> Tensor:
+        """Return what has arrived, once it has.
+
+        Raises:
+            CompressionError: it failed, or took too long.
+        """
+        replicas = self.replicas
+        timeout = PeerTimeout(replicas.exchanged, replicas.timeout_s)
+        for peer, work in self.works:
+            if isinstance(work, Work) and peer is None:
+                with replica_failures(replicas):
+                    work.wait()
+            else:
+                timeout.wait(work, peer, self.arrived.device)
+        return self.arrived
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The replicas of a stage, and this rank among them."""
+
+    size: int
+    rank: int
+    groups: Sequence[Any] = (None,)
+    """Process groups in which nothing else is sent, one for each connection; sums use the first alone."""
+    stage: int = 0  # of the pipeline
+    content: str = "gradients"  # of what they exchange, for lines to the user
+    between: str = "replicas"
+    timeout_s: float = 1800.0
+
+    @classmethod
+    def over(cls, connections: ExchangeConnections, stage: int, **names: str) -> "Replicas":
+        """Return those of the set of `connections` that this rank is in; `names`: `content`, `between`."""
+        ranks, seconds = connections.ranks, connections.seconds
+        own = ranks.index(dist.get_rank())
+        return cls(len(ranks), own, connections.groups, stage, **names, timeout_s=seconds)
+
+    @property
+    def exchanged(self) -> str:
+        """Return what is exchanged, and by whom, for lines to the user."""
+        return f"{self.content} between {self.between}"
+
+    def start(self, transfer: Transfer) -> Started:
+        """Start a transfer; all replicas start theirs in one order."""
+        packets, sizes, is_summed = transfer
+        options = {"group": self.groups[0], "async_op": True}
+        if is_summed:
+            with replica_failures(self):
+                return Started(self, packets, [(None, dist.all_reduce(packets, **options))])
+        received = packets.numel() if sizes is None else sizes[self.rank]
+        arrived = torch.empty(self.size * received, dtype=torch.uint8, device=packets.device)
+        with replica_failures(self):
+            if len(self.groups) > 1:
+                going = [packets] * self.size if sizes is None else packets.split(sizes)
+                return Started(self, arrived, self._start_each(going, arrived.chunk(self.size)))
+            if sizes is None:
+                work = dist.all_gather_into_tensor(arrived, packets, **options)
+            else:
+                work = dist.all_to_all_single(arrived, packets, [received] * self.size, sizes, **options)
+        return Started(self, arrived, [(None, work)])
+
+    def _start_each(
+        self, going: Sequence[Tensor], coming: Sequence[Tensor]
+    ) -> list[tuple[int | None, Work | Parts]]:
+        """Start to send each other replica its packets, and to receive those from it."""
+        coming[self.rank].copy_(going[self.rank])
+        works = list[tuple[int | None, Work | Parts]]()
+        for other, peer in enumerate(dist.get_process_group_ranks(self.groups[0])):
+            if other != self.rank:
+                works.append((peer, parts.irecv(coming[other], peer, self.groups)))
+                works.append((peer, parts.isend(going[other], peer, self.groups)))
+        return works
+
+
+@contextmanager
+def replica_failures(replicas: Replicas) -> Iterator[None]:
+    """Re-raise errors of torch.distributed as CompressionErrors that name what `replicas` exchange."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        raise CompressionError(f"{replicas.exchanged}: {in_one_line(error)}") from None

@@ -1,0 +1,160 @@
+"""Gradients that leave over several connections: the same bits, over all of them, and faults stay named."""
+
+import dataclasses
+import os
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from ds_compress.replicas.transfers import Replicas, Transfer
+from ds_compress.runtime import connections as controller
+from ds_compress.transport import parts
+from ds_compress.transport.p2p import ExchangeConnections
+from ds_compress.transport.probe import LinkMeasurement
+from tests.support.pipeline import batches, build, ds_config, printed_lines
+from tests.support.ranks import run_ranks
+from tests.support.refusals import refusal
+from tests.support.replicas import KINDS, WIDE, assert_alike, digest, train_replicas, wide_layers
+
+CONNECTIONS = 3
+FOUR_BITS = {"codec": {"name": "quantize", "bits": 4}, "feedback": "ef"}
+SEVERAL = {"link": {"connections": CONNECTIONS}}
+
+
+def train_and_count(*args):
+    """What `train_replicas` returns, and how many transfers start in each process group, by its number."""
+    transfers = Counter()
+
+    def counted(packet, peer, group):
+        transfers[group] += 1
+        return dist.isend(packet, peer, group=group)
+
+    parts.dist = SimpleNamespace(isend=counted, irecv=dist.irecv)
+    return train_replicas(*args), sorted(transfers.values())
+
+
+CASES = {
+    "fp32": (1, 3, {"replicas": FOUR_BITS}),
+    "bf16 zero 1": (1, 2, {"replicas": {**FOUR_BITS, "parameters": 4}}),
+    "fp32, tied": (2, 2, {"replicas": FOUR_BITS, "tied": FOUR_BITS}),
+    "bf16": (2, 2, {"replicas": {"codec": {"name": "lowrank", "rank": 4}, "feedback": "ef"}}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.extended(keep=2)
+def test_several_connections_change_no_bit(name, monkeypatch):
+    """A sum of numbers, as of factors, has one connection."""
+    monkeypatch.setattr(parts, "WHOLE", 64)  # packets are small here
+    stages, replicas, block = CASES[name]
+    kind, _, specs = name.partition(", ")
+    config = ds_config(None, replicas=replicas, **KINDS[kind])
+    one, several = (
+        run_ranks(
+            stages * replicas,
+            train_and_count,
+            stages,
+            {**config, "ds_compress": {**block, **changes}},
+            4,
+            specs or "wide",
+        )
+        for changes in ({}, SEVERAL)
+    )
+    assert_alike([result for result, _ in several])
+    for (result, before), (same, transfers) in zip(one, several):
+        assert same["digests"] == result["digests"] and same["losses"] == result["losses"]
+        assert same["sent"] == result["sent"] > 0
+        # messages have their own, over one connection too
+        messages = len(before) if stages > 1 else 0
+        exchanges = 0 if name == "bf16" else 1 + (specs == "tied")
+        assert len(before) == messages and len(transfers) == CONNECTIONS * (messages + exchanges)
+
+
+def choose():
+    """Connections of a stage that has no channels, of its exchange, its groups, what was probed, weights, and
+    lines."""
+    probed = []
+
+    def probe(sender, receiver, first, rate):
+        probed.append((len(sender.groups), first))
+        return LinkMeasurement(1e6 * min(4.2, len(receiver.groups)), 0.04)
+
+    controller.probe = probe
+    with printed_lines("connections ") as lines:
+        engine = build(
+            1, ds_config({"replicas": FOUR_BITS, "link": {"connections": "auto"}}, replicas=3), wide_layers()
+        )
+        data = batches(engine.grid.get_data_parallel_id(), shape=(8, WIDE))
+        for _ in range(3):
+            engine.train_batch(data)
+    stage = engine.ds_compress.stage
+    return stage.connections, len(stage.exchanges[0].groups), len(stage.groups), probed, digest(engine), lines
+
+
+def test_auto_probes_the_links_to_replicas():
+    """It knew only those between stages, of which there may be none, or others than the slow ones."""
+    results = run_ranks(3, choose)
+    for number, groups, kept, *_ in results:
+        assert number == groups == kept == 4
+    one, four, sixteen = ([(number, first) for first in (False, True)] for number in (1, 4, 16))
+    assert results[1][3] == one + four + sixteen and results[0][3] == [one[1], four[1], sixteen[1]]
+    assert len({own for *_, own, _ in results}) == 1
+    assert "link connections 4 chosen: slowest link, Mbit/s: 8 with 1, 32 with 4" in results[0][-1][0]
+
+
+def probe_links(sets):
+    """The peers of this rank in its set, in the order in which it probes them, and a byte from each."""
+    found = []
+    for sender, receiver, first in ExchangeConnections(sets, 60, []).links(torch.device("cpu")):
+        packet = sender.memory(1)
+        packet.memory.fill_(dist.get_rank())
+        sender.send(packet)
+        receiver.expect(1, 1)
+        found.append((sender.peer, receiver.receive(1).memory.item(), first))
+        sender.drain()
+    return found
+
+
+def test_no_rank_waits_for_another_in_sets_of_any_size():
+    first, second, third, fourth, alone = run_ranks(5, probe_links, [(0, 1, 2, 4)])
+    assert first == [(1, 1, True)] and second == [(0, 0, False), (2, 2, True)]
+    assert third == [(4, 4, True), (1, 1, False)] and fourth == [] and alone == [(2, 2, False)]
+
+
+def failing(how, number):
+    """What other ranks are told when rank 1 dies or is silent while connection `number` lacks its part."""
+    connections = ExchangeConnections([(0, 1, 2)], 600, [])
+    connections.set_number(CONNECTIONS)
+    replicas, packets = Replicas.over(connections, 0), torch.ones(1 << 20, dtype=torch.uint8)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        never = connections.groups[number]
+        parts.dist = SimpleNamespace(
+            isend=lambda part, peer, group: None if group is never else dist.isend(part, peer, group=group),
+            irecv=dist.irecv,
+        )
+    started = replicas.start(Transfer(packets))
+    store, rank = _get_default_store(), dist.get_rank()
+    if rank == 1:
+        if how == "is silent":
+            store.wait(["told 0", "told 2"])
+        os._exit(0)
+    if how == "is silent":
+        started = dataclasses.replace(started, replicas=dataclasses.replace(replicas, timeout_s=2))
+    said = refusal(started.wait)
+    store.set(f"told {rank}", "")
+    return said
+
+
+@pytest.mark.parametrize("number", [0, CONNECTIONS - 1])
+@pytest.mark.parametrize(
+    "how, said",
+    [("dies", "is gone: "), ("is silent", "did not answer within 2 s (ds_compress.link.timeout_s)")],
+)
+def test_a_replica_that_sends_no_more_is_named(how, said, number):
+    for result in run_ranks(3, failing, how, number, check=False)[::2]:
+        assert f"gradients between replicas: rank 1 {said}" in result
