@@ -240,8 +240,9 @@ def connect_replicas(engine: Any, stage: Stage) -> ReplicaTraffic | None:
     config = stage.config
     if config.replica_codec is None or not engine.is_data_parallel:
         return None
-    connections = connect_sets(stage, engine.grid.dp_groups)
-    has_owners = not engine.has_moe_layers and not any(layers(config.replica_codec, LowRank))
+    sends_packets = not any(layers(config.replica_codec, LowRank))
+    connections = connect_sets(stage, engine.grid.dp_groups, "gradients between replicas", sends_packets)
+    has_owners = sends_packets and not engine.has_moe_layers
     partitions = isinstance(engine.optimizer, BF16_Optimizer) and has_owners
     everywhere = lowest(engine.device, partitions)  # some stages may have MoE layers
     traffic = ReplicaTraffic(engine, config, connections, any(everywhere))

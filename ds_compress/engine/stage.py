@@ -67,7 +67,7 @@ class Stage:
         self.wants_samples = config.in_force.sample_ids is not None and before is None
         self.groups: list[Any] = []  # process groups of its channels and exchanges
         self.connections = 1  # of each channel and exchange
-        self.exchanges: list[ExchangeConnections] = []
+        self.exchange_connections: list[ExchangeConnections] = []
         self.extra_groups: set[str] = set()  # directions whose extra packets have a group of their own
         self.shape_links: ShapeLinks | None = None  # None: shape messages go DeepSpeed's way
         self.announced: dict[int, Specs] = {}

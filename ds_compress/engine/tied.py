@@ -147,8 +147,9 @@ def connect_copies(engine: Any, stage: Stage, original: Mapping[type, Any]) -> t
         logger.warning("ds_compress: %s.tied has no effect: %s", KEY, why)
     if why or not agreed:
         return None, ""
-    connections = connect_sets(stage, agreed)
-    said = describe(f"{CONTENT} between {BETWEEN}", config.tied_codec, config.warmup_steps)
+    exchanged = f"{CONTENT} between {BETWEEN}"
+    connections = connect_sets(stage, agreed, exchanged)
+    said = describe(exchanged, config.tied_codec, config.warmup_steps)
     return TiedTraffic(engine, config, connections) if connections.ranks else None, said
 
 

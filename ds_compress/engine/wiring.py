@@ -121,17 +121,25 @@ def set_connections(stage: Stage, engine: Any, number: int) -> None:
                 dist.destroy_process_group(unused)
             link.groups = [*link.groups[:number], *added.get(parity, ())]
             stage.groups += added.get(parity, ())
-    for each in stage.exchanges:
+    for each in stage.exchange_connections:
         each.set_number(number)
     stage.connections = number
 
 
-def connect_sets(stage: Stage, sets: Sequence[Sequence[int]]) -> ExchangeConnections:
-    """Connect the ranks of each of the `sets`, which exchange gradients, over as many connections as
-    channels have; every rank of the job calls it."""
-    connections = ExchangeConnections(sets, stage.config.block.link.timeout_s, stage.groups)
-    connections.set_number(stage.connections)
-    stage.exchanges.append(connections)
+def connect_sets(
+    stage: Stage, sets: Sequence[Sequence[int]], exchanged: str, sends_packets: bool = True
+) -> ExchangeConnections:
+    """Connect the ranks of each of the `sets`; every rank of the job calls it.
+
+    Args:
+        exchanged: what the ranks send each other, for errors.
+        sends_packets: over as many connections as channels have; sums have one.
+    """
+    seconds = stage.config.block.link.timeout_s
+    connections = ExchangeConnections(sets, exchanged, seconds, stage.groups)
+    if sends_packets:
+        connections.set_number(stage.connections)
+        stage.exchange_connections.append(connections)
     return connections
 
 

@@ -61,8 +61,8 @@ class StageView(MessageSource, Protocol):
     after: Boundary | None
     connections: int
     """TCP connections of each channel and exchange."""
-    exchanges: list[ExchangeConnections]
-    """Ranks that exchange gradients, beside the channels."""
+    exchange_connections: list[ExchangeConnections]
+    """Of ranks that exchange packets of gradients."""
 
     def on_codec_stream(self, boundary: Boundary, work: Callable[[], Made]) -> Made:
         """Run `work` on the stream where the codecs of `boundary` run; return its result."""

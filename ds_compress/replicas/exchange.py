@@ -66,7 +66,7 @@ Rounds = Generator[Transfer, Tensor | None, None]
 
 @dataclass
 class _InFlight:
-    """A bucket in exchange, of which a transfer is under way."""
+    """A bucket in exchange, of which a transfer is in flight."""
 
     gradients: Sequence[Gradient]
     exact: Tensor | None  # its exact average, if it is measured

@@ -1,7 +1,9 @@
-"""How packets get from each replica to every other one.
+"""How packets get from each replica to others. A collective of gloo has one TCP connection between two ranks.
 
-A collective of gloo has one TCP connection between two ranks. Over several (`transport/parts.py`) each
-replica sends its packets to the others itself: the same bytes come, in the same places.
+Over several connections the same bytes come, in the same places:
+
+    packets for all    an all-gather in each process group, of a part of them
+    packets for each   sent from replica to replica (`transport/parts.py`)
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,15 +33,18 @@ class Transfer(NamedTuple):
     """Whether each replica gets the sum of what all send, instead of packets."""
 
 
+Works = list[tuple[int | None, Work | Parts]]
+"""What a transfer waits for, with the global rank of the other replica; None: a collective."""
+
+
 @dataclass(frozen=True)
 class Started:
-    """A transfer under way."""
+    """A transfer in flight."""
 
     replicas: "Replicas"
     arrived: Tensor
     """What it fills: from one replica after another, or the sum."""
-    works: Sequence[tuple[int | None, Work | Parts]]
-    """With the global rank of the other replica; None: a collective."""
+    works: Works
 
     def wait(self) -> Tensor:
         """Return what has arrived, once it has.
@@ -47,14 +52,12 @@ class Started:
         Raises:
             CompressionError: it failed, or took too long.
         """
-        replicas = self.replicas
-        timeout = PeerTimeout(replicas.exchanged, replicas.timeout_s)
         for peer, work in self.works:
             if isinstance(work, Work) and peer is None:
-                with replica_failures(replicas):
+                with replica_failures(self.replicas):
                     work.wait()
             else:
-                timeout.wait(work, peer, self.arrived.device)
+                self.replicas.timeout.wait(work, peer, self.arrived.device)
         return self.arrived
 
 
@@ -69,14 +72,14 @@ class Replicas:
     stage: int = 0  # of the pipeline
     content: str = "gradients"  # of what they exchange, for lines to the user
     between: str = "replicas"
-    timeout_s: float = 1800.0
+    timeout: PeerTimeout = PeerTimeout()
 
     @classmethod
     def over(cls, connections: ExchangeConnections, stage: int, **names: str) -> "Replicas":
         """Return those of the set of `connections` that this rank is in; `names`: `content`, `between`."""
-        ranks, seconds = connections.ranks, connections.seconds
+        ranks, groups = connections.ranks, connections.groups
         own = ranks.index(dist.get_rank())
-        return cls(len(ranks), own, connections.groups, stage, **names, timeout_s=seconds)
+        return cls(len(ranks), own, groups, stage, **names, timeout=connections.timeout)
 
     @property
     def exchanged(self) -> str:
@@ -94,24 +97,31 @@ class Replicas:
         arrived = torch.empty(self.size * received, dtype=torch.uint8, device=packets.device)
         with replica_failures(self):
             if len(self.groups) > 1:
-                going = [packets] * self.size if sizes is None else packets.split(sizes)
-                return Started(self, arrived, self._start_each(going, arrived.chunk(self.size)))
+                if sizes is None:
+                    return Started(self, arrived, self._start_for_all(packets, arrived))
+                works = self._start_for_each(packets.split(sizes), arrived.chunk(self.size))
+                return Started(self, arrived, works)
             if sizes is None:
                 work = dist.all_gather_into_tensor(arrived, packets, **options)
             else:
                 work = dist.all_to_all_single(arrived, packets, [received] * self.size, sizes, **options)
         return Started(self, arrived, [(None, work)])
 
-    def _start_each(
-        self, going: Sequence[Tensor], coming: Sequence[Tensor]
-    ) -> list[tuple[int | None, Work | Parts]]:
-        """Start to send each other replica its packets, and to receive those from it."""
-        coming[self.rank].copy_(going[self.rank])
-        works = list[tuple[int | None, Work | Parts]]()
+    def _start_for_all(self, packets: Tensor, arrived: Tensor) -> Works:
+        parts_of_all = parts.cut(arrived.view(self.size, packets.numel()), len(self.groups))
+        own_parts = parts.cut(packets, len(self.groups))
+        return [
+            (None, dist.all_gather(list(part_of_all), own, group=group, async_op=True))
+            for part_of_all, own, group in zip(parts_of_all, own_parts, self.groups)
+        ]
+
+    def _start_for_each(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Works:
+        incoming[self.rank].copy_(outgoing[self.rank])
+        works: Works = []
         for other, peer in enumerate(dist.get_process_group_ranks(self.groups[0])):
             if other != self.rank:
-                works.append((peer, parts.irecv(coming[other], peer, self.groups)))
-                works.append((peer, parts.isend(going[other], peer, self.groups)))
+                works.append((peer, parts.irecv(incoming[other], peer, self.groups)))
+                works.append((peer, parts.isend(outgoing[other], peer, self.groups)))
         return works
 
 

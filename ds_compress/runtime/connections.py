@@ -2,8 +2,9 @@
 
 A TCP connection needs round trips to recover from a lost packet, so several together are faster; a slow link
 without loss carries the same with any number. Before the first training step, and after a checkpoint was
-loaded, ranks probe their links, to neighbours and to replicas, with 1, 4 and 16 connections, as long as more
-are faster. One collective for each number gives the rates to all ranks, and each makes the same choice.
+loaded, ranks probe their links, to neighbours and to the replicas before and after, with 1, 4 and 16
+connections, as long as more are faster. One collective for each number gives the rates to all ranks, and each
+makes the same choice.
 """
 
 import math
@@ -27,12 +28,12 @@ WINDOW = 4 * SEGMENT
 
 
 class ConnectionsController(RuntimePart):
-    """Chooses the number of connections of one engine's channels."""
+    """Chooses the number of connections of one engine's channels and exchanges."""
 
     def __init__(self, set_connections: Callable[[Any, Any, int], None]):
         """
         Args:
-            set_connections: lets the channels of a stage of an engine send over so many.
+            set_connections: lets the channels and exchanges of a stage of an engine send over so many.
         """
         self._set = set_connections
         self._is_due = True
@@ -46,7 +47,9 @@ class ConnectionsController(RuntimePart):
         is_due, self._is_due = self._is_due, False
         stage, engine = step.stage, step.engine
         is_eager = all(isinstance(end.link, EagerSender | EagerReceiver) for end in stage.ends)
-        if not is_due or not is_eager or engine.dynamic_shape or receives_hold_device(engine.device):
+        has_links = bool(stage.ends or stage.exchange_connections)
+        is_possible = has_links and is_eager and not receives_hold_device(engine.device)
+        if not is_due or not is_possible or engine.dynamic_shape:
             return
         slowest: dict[int, Row] = {}
         for number in NUMBERS:
@@ -67,9 +70,8 @@ def _probe(stage: StageView, device: torch.device) -> Row:
     round trip."""
     probe_message = partial(probe, rate=message_rate)
     found = [link for _, link in probe_links(stage, probe_message)]
-    found += [probe_message(*link) for each in stage.exchanges for link in each.links(device)]
-    rows = [{"rate": link.incoming, "round trip": 2 * link.latency} for link in found]
-    return slowest_row(rows or [{"rate": math.inf, "round trip": 0.0}])
+    found += [probe_message(*link) for each in stage.exchange_connections for link in each.links(device)]
+    return slowest_row([{"rate": link.incoming, "round trip": 2 * link.latency} for link in found])
 
 
 def slowest_row(rows: list[Row]) -> Row:

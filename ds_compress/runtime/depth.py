@@ -121,7 +121,8 @@ class DepthController(RuntimePart):
 
     def _measures(self, engine: Engine, pipe_schedule: Any) -> bool:
         """Return whether batches are measured."""
-        return self.auto and not engine.dynamic_shape and _is_ours(engine, pipe_schedule)
+        has_links = engine.num_stages > 1 and not engine.dynamic_shape
+        return self.auto and has_links and _is_ours(engine, pipe_schedule)
 
     def _last_measured(self, engine: Engine) -> int:
         """Return how many batches from now the last measured one is; the one before it is measured too."""

@@ -30,7 +30,8 @@ from ds_compress.transport.packet import Packet
 from ds_compress.transport.parts import Parts
 from ds_compress.transport.staging import Staged, receives_hold_device, transport_for
 
-Transfer = Work | Parts | Staged
+Pending = Work | Parts | Staged
+"""A packet in flight."""
 
 
 def packets_in_flight(depth: int) -> int:
@@ -67,7 +68,7 @@ class PeerTimeout:
     def _limit(self) -> timedelta:
         return timedelta(seconds=self.seconds)
 
-    def wait(self, work: Transfer, peer: object, device: torch.device) -> None:
+    def wait(self, work: Pending, peer: object, device: torch.device) -> None:
         """Wait for a transfer from or to the rank `peer`.
 
         Raises:
@@ -157,7 +158,7 @@ class Sender(Endpoint):
     def drain(self) -> None:
         """Return when everything sent has left this process."""
 
-    def _isend(self, packet: Packet) -> Transfer:
+    def _isend(self, packet: Packet) -> Pending:
         try:
             return self._transport.isend(packet.memory, self.peer, self.groups)
         except RuntimeError as error:
@@ -184,7 +185,7 @@ class Receiver(Endpoint):
     def _empty(self, nbytes: int) -> Packet:
         return Packet(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
 
-    def _irecv(self, packet: Packet) -> Transfer:
+    def _irecv(self, packet: Packet) -> Pending:
         try:
             return self._transport.irecv(packet.memory, self.peer, self.groups)
         except RuntimeError as error:
@@ -196,7 +197,7 @@ class EagerSender(Sender):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._in_flight: deque[tuple[Packet, Transfer]] = deque()
+        self._in_flight: deque[tuple[Packet, Pending]] = deque()
         self.set_depth(self.depth)
 
     def set_depth(self, depth: int) -> None:
@@ -233,7 +234,7 @@ class EagerReceiver(Receiver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._posted: deque[tuple[Packet, Transfer]] = deque()
+        self._posted: deque[tuple[Packet, Pending]] = deque()
         self._memory: list[Packet] = []
         self._in_use: Packet | None = None
         self._to_post = 0
@@ -314,7 +315,8 @@ def connection_groups(sets: Sequence[tuple[int, ...]], number: int, seconds: flo
     (`use_local_synchronization` names a group by how many its ranks have; stages have different numbers.)
 
     Args:
-        sets: (boundary, ranks...), of all pipelines of the job. Every rank passes the same.
+        sets: (boundary, ranks...), of the whole job; (0, ranks...) of sets that are at no boundary. Every
+            rank passes the same.
         seconds: after which a transfer is given up.
     """
     rank, limit = dist.get_rank(), timedelta(seconds=seconds)
@@ -330,18 +332,19 @@ class ExchangeConnections:
     """The connections between the ranks of each of some sets. Every rank of the job has one, and calls
     `set_number` alike; its groups are those of the set that this rank is in."""
 
-    def __init__(self, sets: Sequence[Sequence[int]], seconds: float, kept: list[Any]):
+    def __init__(self, sets: Sequence[Sequence[int]], exchanged: str, seconds: float, used: list[Any]):
         """
         Args:
             sets: ranks in ascending order. A rank is in at most one.
+            exchanged: what the ranks send each other, for errors.
             seconds: after which a transfer is given up.
-            kept: process groups in use, to which its own are added.
+            used: process groups in use, to which its own are added.
         """
         self.groups: list[Any] = []
         self.ranks = next((ranks for ranks in sets if dist.get_rank() in ranks), ())
         self._sets = [(0, *ranks) for ranks in sets]
-        self.seconds = seconds
-        self._kept = kept
+        self.timeout = PeerTimeout(exchanged, seconds)
+        self._used = used
         self._number = 0
         self.set_number(1)
 
@@ -349,20 +352,19 @@ class ExchangeConnections:
         """Have so many from the next packet on; none is in flight."""
         more, self._number = number - self._number, number
         for unused in self.groups[number:]:
-            self._kept.remove(unused)
+            self._used.remove(unused)
             dist.destroy_process_group(unused)
         del self.groups[number:]
-        added = connection_groups(self._sets, more, self.seconds).get(0, []) if more > 0 else []
+        added = connection_groups(self._sets, more, self.timeout.seconds).get(0, []) if more > 0 else []
         self.groups += added
-        self._kept += added
+        self._used += added
 
     def links(self, device: torch.device) -> Iterator[tuple[EagerSender, EagerReceiver, bool]]:
         """Yield ends to the ranks before and after this one in its set, and whether this one is the first of
         the two. No rank waits for another if all take them in this order."""
-        timeout = PeerTimeout(seconds=self.seconds)
         own = self.ranks.index(dist.get_rank()) if self.ranks else 0
         for first in sorted((own - 1, own), key=lambda first: first % 2):
             if 0 <= first < len(self.ranks) - 1:
                 peer = self.ranks[first + 1 if first == own else first]
-                link = peer, device, self.groups, timeout
+                link = peer, device, self.groups, self.timeout
                 yield EagerSender(*link), EagerReceiver(*link), first == own

@@ -46,9 +46,14 @@ def irecv(packet: Tensor, peer: int, groups: Sequence[Any]) -> Work | Parts:
 
 
 def _start(transfer: Callable[..., Any], packet: Tensor, peer: int, groups: Sequence[Any]) -> Work | Parts:
-    nbytes = packet.numel()
-    if len(groups) == 1 or nbytes < WHOLE:
-        whole: Work = transfer(packet, peer, group=groups[0])
-        return whole
-    part = -(-nbytes // (len(groups) * ALIGNMENT)) * ALIGNMENT
-    return Parts([transfer(p, peer, group=group) for p, group in zip(packet.split(part), groups)])
+    works = [transfer(p, peer, group=group) for p, group in zip(cut(packet, len(groups)), groups)]
+    whole: Work = works[0]
+    return Parts(works) if len(works) > 1 else whole
+
+
+def cut(packet: Tensor, connections: int) -> Sequence[Tensor]:
+    """Return the parts of `packet`, its last dimension in bytes, for so many connections."""
+    nbytes = packet.shape[-1]
+    if connections == 1 or nbytes < WHOLE:
+        return [packet]
+    return packet.split(-(-nbytes // (connections * ALIGNMENT)) * ALIGNMENT, -1)

@@ -9,6 +9,7 @@ Needs root.
                                [--out FOLDER]
     python launch/bench/net.py --replicas [--dtypes fp32 bf16] [--slowdowns 2.5 5] [--steps 8] [--out FOLDER]
     python launch/bench/net.py --replicas --mbit 200 [--latencies 80] [--loss 0 0.05] [--connections 1 16]
+                               (in fp32; --dtypes and --rounds have no effect)
 
 Two stages, one core each, in two network namespaces (two_hosts.sh), or four, two of them on each host: then
 their passes sleep most of the time (sleeping_passes.py), as there are not enough cores. The links are the

@@ -92,7 +92,8 @@ def choose():
         for _ in range(3):
             engine.train_batch(data)
     stage = engine.ds_compress.stage
-    return stage.connections, len(stage.exchanges[0].groups), len(stage.groups), probed, digest(engine), lines
+    (own,) = stage.exchange_connections
+    return stage.connections, len(own.groups), len(stage.groups), probed, digest(engine), lines
 
 
 def test_auto_probes_the_links_to_replicas():
@@ -106,10 +107,28 @@ def test_auto_probes_the_links_to_replicas():
     assert "link connections 4 chosen: slowest link, Mbit/s: 8 with 1, 32 with 4" in results[0][-1][0]
 
 
+def choose_nothing():
+    """Connections and lines of a stage whose replicas send sums alone, and that has no channels."""
+    replicas = {"codec": {"name": "lowrank", "rank": 4}, "feedback": "ef"}
+    link = {"connections": "auto", "depth": "auto", "memory_gb": 1}
+    with printed_lines("chosen") as lines:
+        engine = build(1, ds_config({"replicas": replicas, "link": link}, replicas=2), wide_layers())
+        data = batches(engine.grid.get_data_parallel_id(), shape=(8, WIDE))
+        for _ in range(5):
+            engine.train_batch(data)
+    return engine.ds_compress.stage.connections, len(engine.ds_compress.stage.groups), lines
+
+
+def test_auto_says_nothing_where_no_packet_is_sent():
+    """A depth was chosen by the slowest of no links: ValueError. Sums have one connection, whatever a link
+    would give."""
+    assert run_ranks(2, choose_nothing) == [(1, 1, [])] * 2
+
+
 def probe_links(sets):
     """The peers of this rank in its set, in the order in which it probes them, and a byte from each."""
     found = []
-    for sender, receiver, first in ExchangeConnections(sets, 60, []).links(torch.device("cpu")):
+    for sender, receiver, first in ExchangeConnections(sets, "bytes", 60, []).links(torch.device("cpu")):
         packet = sender.memory(1)
         packet.memory.fill_(dist.get_rank())
         sender.send(packet)
@@ -127,7 +146,7 @@ def test_no_rank_waits_for_another_in_sets_of_any_size():
 
 def failing(how, number):
     """What other ranks are told when rank 1 dies or is silent while connection `number` lacks its part."""
-    connections = ExchangeConnections([(0, 1, 2)], 600, [])
+    connections = ExchangeConnections([(0, 1, 2)], "gradients between replicas", 600, [])
     connections.set_number(CONNECTIONS)
     replicas, packets = Replicas.over(connections, 0), torch.ones(1 << 20, dtype=torch.uint8)
     dist.barrier()
@@ -137,14 +156,15 @@ def failing(how, number):
             isend=lambda part, peer, group: None if group is never else dist.isend(part, peer, group=group),
             irecv=dist.irecv,
         )
-    started = replicas.start(Transfer(packets))
+    started = replicas.start(Transfer(torch.cat([packets] * 3), [packets.numel()] * 3))
     store, rank = _get_default_store(), dist.get_rank()
     if rank == 1:
         if how == "is silent":
             store.wait(["told 0", "told 2"])
         os._exit(0)
     if how == "is silent":
-        started = dataclasses.replace(started, replicas=dataclasses.replace(replicas, timeout_s=2))
+        timeout = dataclasses.replace(replicas.timeout, seconds=2)
+        started = dataclasses.replace(started, replicas=dataclasses.replace(replicas, timeout=timeout))
     said = refusal(started.wait)
     store.set(f"told {rank}", "")
     return said
