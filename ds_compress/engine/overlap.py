@@ -70,22 +70,25 @@ class EarlyBuckets:
     def begin_step(self, passes: int, factor: float, step: int) -> None:
         """Prepare a step of so many backward passes; 0: nothing is sent in it. Others: see `Exchange`."""
         self._passes, self._factor, self._step = passes, factor, step
-        for hook in self._hooks.values():
-            hook.remove()
+        self._remove_hooks()
         # behind all other hooks of a parameter, which may change its gradient
         self._hooks = {
             number: parameter.register_post_accumulate_grad_hook(partial(self._count, number))
             for bucket in self._buckets
             for number, parameter in bucket.items()
-            if parameter.requires_grad
+            if passes and parameter.requires_grad
         }
         self._counts.clear()
         self._ended, self._sent, self._is_seen_later = 0, set(), False
         self.started = 0
 
+    def _remove_hooks(self) -> None:
+        """Let go of the parameters: Python cannot collect an engine that hooks of its parameters hold."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
+
     def _count(self, number: int, parameter: Any) -> None:
-        if not self._passes:
-            return
         if next(reversed(parameter._post_accumulate_grad_hooks)) != self._hooks[number].id:
             self._is_seen_later = True
             if self._is_known and not self._has_warned:
@@ -144,5 +147,6 @@ class EarlyBuckets:
         if self._passes:
             self._start_rest()  # of an engine that runs its passes in its own way
             self._exchange.finish()
+            self._remove_hooks()
             self._passes, self._is_known = 0, True
         return self._sent

@@ -6,6 +6,7 @@ import io
 import itertools
 import os
 import threading
+import weakref
 
 import pytest
 from torch import distributed as dist
@@ -15,6 +16,7 @@ from ds_compress.engine import attach, cleanup
 from ds_compress.errors import CompressionError
 from tests.support.pipeline import batches, build, ds_config, layers
 from tests.support.ranks import run_ranks
+from tests.support.replicas import WIDE, wide_layers
 from tests.transport.streams import install
 
 ENGINES = 3
@@ -171,3 +173,23 @@ def test_a_run_is_steady(name, steps, settled):
     ):
         assert files_after <= files_before
         assert after < 1.01 * before, f"{before:,} bytes grew to {after:,}"
+
+
+def exchanging():
+    """Whether an engine whose replicas exchange gradients is collected, and how many of its groups go."""
+    block = {"replicas": {"codec": {"name": "quantize", "bits": 4}, "feedback": "ef"}}
+    engine = build(2, ds_config(block, replicas=2), wide_layers())
+    data = batches(engine.grid.get_data_parallel_id(), shape=(8, WIDE))
+    for _ in range(2):
+        engine.train_batch(data)
+    engine.eval_batch(data)
+    kept, before = weakref.ref(engine), len(distributed_c10d._world.pg_map)
+    of_engine = len(engine.ds_compress.stage.groups)
+    del engine, data
+    collect()
+    return kept() is None, of_engine - (before - len(distributed_c10d._world.pg_map))
+
+
+def test_an_engine_whose_gradients_leave_early_is_collected():
+    """Hooks of its parameters held it, with all its process groups, for ever."""
+    assert run_ranks(4, exchanging) == [(True, 0)] * 4
