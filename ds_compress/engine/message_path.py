@@ -274,5 +274,6 @@ class MessagePath:
             several = ", connections auto, 1 because of dynamic_shape"
         if self.engine.dynamic_shape and not self.stage.shape_links:
             return f"eager{depth}{several}, activations in DeepSpeed's order because of dynamic_shape"
-        order = "" if self.lookahead.left else ", but every message in the order of the schedule"
-        return f"eager{depth}{several}{order}"
+        if self.lookahead.left or not self.stage.ends:
+            return f"eager{depth}{several}"
+        return f"eager{depth}{several}, but every message in the order of the schedule"

@@ -124,6 +124,9 @@ class AutoController(DepthController):
     def _measures(self, engine: Engine, pipe_schedule: Any) -> bool:
         if not self._is_open:
             return super()._measures(engine, pipe_schedule)
+        if engine.num_stages == 1:
+            self._give_up(engine, "a pipeline of one stage sends none")
+            return False
         if is_deepspeed_schedule(pipe_schedule):
             return True
         self._give_up(engine, f"the time of a step of {type(pipe_schedule).__name__} cannot be predicted")

@@ -49,7 +49,7 @@ class DepthController(RuntimePart):
 
     def describe(self, engine: Engine, pipe_schedule: Any) -> str:
         """Return what the start-up line says about the depth, by the schedule that runs."""
-        if not self.auto and self.now == 1:
+        if engine.num_stages == 1 or (not self.auto and self.now == 1):
             return ""
         if not self.auto and not isinstance(pipe_schedule, DepthSchedule):
             return f", depth {self.now} has no effect on this schedule"

@@ -107,22 +107,28 @@ def test_auto_probes_the_links_to_replicas():
     assert "link connections 4 chosen: slowest link, Mbit/s: 8 with 1, 32 with 4" in results[0][-1][0]
 
 
-def choose_nothing():
-    """Connections and lines of a stage whose replicas send sums alone, and that has no channels."""
+def choose_nothing(block):
+    """Connections, groups and lines of a stage whose replicas send sums alone, and that has no channels."""
     replicas = {"codec": {"name": "lowrank", "rank": 4}, "feedback": "ef"}
-    link = {"connections": "auto", "depth": "auto", "memory_gb": 1}
-    with printed_lines("chosen") as lines:
-        engine = build(1, ds_config({"replicas": replicas, "link": link}, replicas=2), wide_layers())
+    with printed_lines("ds_compress") as lines:
+        engine = build(1, ds_config({"replicas": replicas, **block}, replicas=2), wide_layers())
         data = batches(engine.grid.get_data_parallel_id(), shape=(8, WIDE))
         for _ in range(5):
             engine.train_batch(data)
     return engine.ds_compress.stage.connections, len(engine.ds_compress.stage.groups), lines
 
 
-def test_auto_says_nothing_where_no_packet_is_sent():
-    """A depth was chosen by the slowest of no links: ValueError. Sums have one connection, whatever a link
-    would give."""
-    assert run_ranks(2, choose_nothing) == [(1, 1, [])] * 2
+@pytest.mark.parametrize("recipe", [{}, {"recipe": "auto"}], ids=["depth", "recipe"])
+def test_auto_chooses_nothing_where_no_packet_is_sent(recipe):
+    """Depth and recipe were chosen by the slowest of no links, and the worst of no messages: ValueError. Sums
+    have one connection, whatever a link would give."""
+    link = {"connections": "auto", "depth": "auto", "memory_gb": 1}
+    (*first, lines), (*other, silent) = run_ranks(2, choose_nothing, {**recipe, "link": link})
+    assert first == other == [1, 1] and not silent
+    if recipe:
+        said = "recipe auto: messages stay uncompressed: a pipeline of one stage sends none"
+        assert lines.pop(0) == f"ds_compress: {said}"
+    assert len(lines) == 1 and "link eager; gradients between replicas: lowrank" in lines[0]
 
 
 def probe_links(sets):
