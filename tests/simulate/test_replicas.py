@@ -24,11 +24,16 @@ def test_weights_are_those_of_real_replicas(feedback, rounding):
     codec = {"name": "quantize", "bits": 4, "rounding": rounding}
     config = ds_config(block(codec=codec, feedback=feedback, warmup_steps=1), replicas=2)
     real = run_ranks(2, train_replicas, 1, config, STEPS)[0]["weights"]
+    assert_simulated_weights(config, real, STEPS)
+
+
+def assert_simulated_weights(config, real, steps):
+    """Train in one process what `train_replicas` trains in two; the weights have to be `real`."""
     model = simulated(wide_layers(), config, [])
     replicas = SimulatedReplicas(model, config, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     data = [batches(replica, shape=(8, WIDE)) for replica in range(2)]
-    for _ in range(STEPS):
+    for _ in range(steps):
         for own in data:
             for _ in range(MICRO_BATCHES):
                 x, target = next(own)
