@@ -70,6 +70,8 @@ def test_links_of_the_readme_lead_to_files():
 @pytest.mark.slow
 def test_tests_run_from_it(unpacked):
     _, out = unpacked
+    build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    subprocess.run(build, cwd=out, check=True, capture_output=True)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *SOME_TESTS],
         cwd=out,
