@@ -151,7 +151,7 @@ def test_no_rank_waits_for_another_in_sets_of_any_size():
 
 
 def failing(how, number):
-    """What other ranks are told when rank 1 dies or is silent while connection `number` lacks its part."""
+    """What rank 0 is told when rank 1 dies or is silent while connection `number` lacks its part."""
     connections = ExchangeConnections([(0, 1, 2)], "gradients between replicas", 600, [])
     connections.set_number(CONNECTIONS)
     replicas, packets = Replicas.over(connections, 0), torch.ones(1 << 20, dtype=torch.uint8)
@@ -182,5 +182,6 @@ def failing(how, number):
     [("dies", "is gone: "), ("is silent", "did not answer within 2 s (ds_compress.link.timeout_s)")],
 )
 def test_a_replica_that_sends_no_more_is_named(how, said, number):
-    for result in run_ranks(3, failing, how, number, check=False)[::2]:
-        assert f"gradients between replicas: rank 1 {said}" in result
+    """Rank 0 waits for it first; rank 2 for rank 0, which may be late on a busy machine, or gone by then."""
+    told, *_ = run_ranks(3, failing, how, number, check=False)
+    assert f"gradients between replicas: rank 1 {said}" in told
