@@ -26,7 +26,7 @@ from ds_compress.transport.parts import Parts
 class Transfer(NamedTuple):
     """What a replica sends at once. With `sizes`, replica r receives sizes[r] bytes from each."""
 
-    packets: Tensor  # uint8, or numbers that are summed
+    packets: Tensor  # 1-D, uint8; or numbers that are summed, of any shape
     sizes: list[int] | None = None
     """Bytes for each replica, in the order of their ranks; None: each replica gets all packets."""
     is_summed: bool = False
@@ -87,7 +87,11 @@ class Replicas:
         return f"{self.content} between {self.between}"
 
     def start(self, transfer: Transfer) -> Started:
-        """Start a transfer; all replicas start theirs in one order."""
+        """Start a transfer; all replicas start theirs in one order.
+
+        Raises:
+            CompressionError: a process group is broken, as after the end of a replica.
+        """
         packets, sizes, is_summed = transfer
         options = {"group": self.groups[0], "async_op": True}
         if is_summed:

@@ -52,7 +52,8 @@ def _start(transfer: Callable[..., Any], packet: Tensor, peer: int, groups: Sequ
 
 
 def cut(packet: Tensor, connections: int) -> Sequence[Tensor]:
-    """Return the parts of `packet`, its last dimension in bytes, for so many connections."""
+    """Return views of the parts of `packet`, uint8 [..., bytes], one for each of so many connections; a small
+    packet is one part."""
     nbytes = packet.shape[-1]
     if connections == 1 or nbytes < WHOLE:
         return [packet]
