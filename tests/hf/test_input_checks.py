@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch import distributed
 from transformers import AutoTokenizer
 
@@ -29,6 +30,7 @@ from tests.support.refusals import refusal
 def refused_with(path, ranks=1, **changes):
     """What each rank says to a run with that train.json, changed; it has to be the same line."""
     path.write_text(json.dumps(json.loads(path.read_text()) | {"stages": ranks} | changes))
+    (path.parent / "out").mkdir(exist_ok=True)
     message = run_ranks(ranks, refused, path)
     assert len({*message}) == 1
     return message[0]
@@ -121,7 +123,17 @@ def write_index(file):
     file.with_name("model.safetensors.index.json").write_text('{"weights": {}}')
 
 
-@pytest.mark.parametrize("damage", [cut, make_folder, write_index])
+DAMAGES = {
+    "empty": lambda file: file.write_bytes(b""),
+    "cut": cut,
+    "random bytes": lambda file: file.write_bytes(bytes(range(256)) * 20),
+    "a folder": make_folder,
+    "a pickle": lambda file: torch.save({"weight": torch.ones(3)}, file),
+    "another index": write_index,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_weights_that_are_damaged(path, tmp_path, damage):
     """Each was a traceback of safetensors, once the data had been read."""
     model = shutil.copytree(path.parent / "model", tmp_path / "model")
@@ -191,6 +203,7 @@ def refused_on_rank(path, changes, other=1):
     settings = json.loads(path.read_text()) | (changes if distributed.get_rank() == other else {})
     own = path.parent / f"rank{distributed.get_rank()}.json"
     own.write_text(json.dumps(settings))
+    (path.parent / "out").mkdir(exist_ok=True)
     return refused(own).replace(own.name, "train.json")
 
 
