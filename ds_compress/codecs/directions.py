@@ -8,7 +8,6 @@ is kept.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ds_compress.codec import Layout
@@ -20,7 +19,7 @@ SAMPLE = 128
 """Rows that the directions are found from, at least, if there are so many."""
 CODE_BITS = 7
 """Bits of the magnitudes of coefficients and directions."""
-CACHED = 1 << 19
+CACHED = 1 << 16
 """Values that a CPU takes at a time: they stay in its cache from one product to the next."""
 
 
@@ -56,14 +55,12 @@ def subtract_directions(m: Tensor, rank: int) -> tuple[Tensor, tuple[Tensor, ...
     basis, units = _to_int8(_strongest(m[:: max(1, len(m) // SAMPLE)].float(), rank))
     rounded, at_once = _from_int8(basis, units), _rows_at_once(m)
     dual = rounded / rounded.square().sum(1, keepdim=True).clamp(min=0.5)  # a direction of zeros stays
+    products = torch.cat([dual @ rows.float().T for rows in m.split(at_once)], 1)
+    codes, exponents = _to_int8(products.T)
+    coefficients = _from_int8(codes, exponents).neg_()
     rest = torch.empty_like(m, dtype=torch.bfloat16 if m.dtype == torch.bfloat16 else torch.float32)
-    coefficients = []
-    for rows, left in zip(m.split(at_once), rest.split(at_once), strict=True):
-        values = rows.float()
-        codes, exponents = _to_int8(F.linear(values, dual))
-        _add_product(values, _from_int8(codes, exponents).neg_(), rounded, left)
-        coefficients.append((codes, exponents))
-    return rest, (*map(torch.cat, zip(*coefficients, strict=True)), basis, units)
+    _add_product(m, coefficients, rounded, rest)
+    return rest, (codes, exponents, basis, units)
 
 
 def add_directions(rest: Tensor, codes: Tensor, exponents: Tensor, basis: Tensor, units: Tensor) -> Tensor:
@@ -71,16 +68,15 @@ def add_directions(rest: Tensor, codes: Tensor, exponents: Tensor, basis: Tensor
 
     The others are the factors that it returned.
     """
-    rounded, at_once = _from_int8(basis, units), _rows_at_once(rest)
-    coefficients = _from_int8(codes, exponents)
-    for rows, own in zip(rest.split(at_once), coefficients.split(at_once), strict=True):
-        _add_product(rows.float(), own, rounded, rows)
+    _add_product(rest, _from_int8(codes, exponents), _from_int8(basis, units), rest)
     return rest
 
 
 def _add_product(x: Tensor, a: Tensor, b: Tensor, out: Tensor) -> None:
-    """Write fp32 `x` + `a` @ `b`, [rows, width], to `out` of any float dtype, which may be `x`."""
-    out.copy_(torch.addmm(x, a, b, out=out if out.dtype == torch.float32 else None))
+    """Write `x` + `a` @ `b`, [rows, width], to `out` of any float dtype, which may be `x`."""
+    at_once = _rows_at_once(x)
+    for rows, own, place in zip(x.split(at_once), a.split(at_once), out.split(at_once), strict=True):
+        place.copy_(torch.addmm(rows.float(), own, b, out=place if place.dtype == torch.float32 else None))
 
 
 def _rows_at_once(m: Tensor) -> int:
@@ -96,7 +92,7 @@ def _strongest(sample: Tensor, rank: int) -> Tensor:
     mixture = products[:, :: max(1, len(sample) // rank)][:, :rank]  # of rows, for each direction
     for _ in range(ITERATIONS):
         mixture, _ = orthonormal(products @ mixture)
-    directions, _ = orthonormal(sample.T @ mixture)
+    directions, _ = orthonormal((mixture.T @ sample).T)
     return directions.T
 
 
