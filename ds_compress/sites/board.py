@@ -38,15 +38,19 @@ one launch write for each other crosses the store of that launch:
     moved             signs of progress                                       each slot
 """
 
+import functools
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import wait
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ds_compress.errors import CompressionError, in_one_line, shown
+from ds_compress.sites.store import run_in_thread
 
 CHUNK = 4 << 20
 """Bytes of a value; a TCPStore takes 8 MiB at most."""
@@ -59,6 +63,12 @@ KEPT_ROUNDS = 3
 
 DIGEST = 16
 """Bytes of a digest."""
+
+LOOK_S = 0.05
+"""Seconds between two looks at what is under way."""
+
+MOVES = "ds_compress_moves"
+"""Name of threads that move chunks."""
 
 PREFIX = "ds_compress/outer/"
 
@@ -122,17 +132,56 @@ class _Keys:
         self._store.delete_key(f"{PREFIX}{key}")
 
 
+Move = Callable[[_Keys], None]
+"""Moves a chunk over a connection."""
+
+
 class Board(_Keys):
     """What replicas write for each other; see the table above. K is `number`, R `replica`, S `slot`."""
 
-    def __init__(self, store: Any, tend: Callable[[], Any] = lambda: None):
+    def __init__(self, store: Any, tend: Callable[[], Any] = lambda: None, further: Sequence[Any] = ()):
         """
         Args:
             tend: called between two chunks of a packet.
+            further: connections to the same store, over which chunks cross side by side.
         """
         super().__init__(store)
         self._tend = tend
+        self._further = [_Keys(each) for each in further]
         self.moved_chunks = 0
+
+    @property
+    def connections(self) -> int:
+        return 1 + len(self._further)
+
+    def _move(self, moves: Iterable[Move], tend: Callable[[], Any] = lambda: None) -> None:
+        """Move chunks, in any order, over all connections; they are there when it returns."""
+        left = deque(moves)
+        move = functools.partial(self._move_some, left)
+        others = [
+            run_in_thread(functools.partial(move, keys), MOVES) for keys in self._further[: len(left) - 1]
+        ]
+        try:
+            move(self, tend)
+            while wait(others, LOOK_S).not_done:
+                tend()
+        finally:
+            left.clear()  # after an error the others end with the chunk that they move
+        for other in others:
+            other.result()
+
+    def _move_some(self, left: "deque[Move]", keys: _Keys, tend: Callable[[], Any] = lambda: None) -> None:
+        """Make moves that no other connection has made, until none are left."""
+        while left:
+            try:
+                move = left.popleft()
+            except IndexError:  # another one took it
+                break
+            move(keys)
+            self.moved_chunks += 1
+            tend()
+        if keys is not self:  # the store answers a connection when it has all that came over it before
+            keys._has("head")
 
     def settings(self, own: str = "{}") -> dict[str, Any]:
         return parse(self._decide("settings", own), dict)
@@ -210,10 +259,11 @@ class Board(_Keys):
         """Store a packet, uint8; return its digest."""
         self._append(f"{number}/senders/{slot}", replica)
         key, content = f"{number}/packet/{slot}/{replica}", packet.numpy().tobytes()
-        for start in range(0, len(content), CHUNK):
-            self._set(f"{key}/{start}", content[start : start + CHUNK])
-            self.moved_chunks += 1
-            self._tend()
+
+        def put(start: int, keys: _Keys) -> None:
+            keys._set(f"{key}/{start}", content[start : start + CHUNK])
+
+        self._move((functools.partial(put, start) for start in range(0, len(content), CHUNK)), self._tend)
         digest = digest_of(content).hex()
         self._set(key, json.dumps([len(content), digest]))
         return digest
@@ -228,14 +278,16 @@ class Board(_Keys):
             CompressionError: it is not there, or damaged.
         """
         nbytes, digest = self._packet_entry(number, slot, replica)
-        content = bytearray()
-        for start in range(0, nbytes, CHUNK):
-            part = self._read_bytes(f"{number}/packet/{slot}/{replica}/{start}")
+        parts, starts = dict[int, bytes](), range(0, nbytes, CHUNK)
+
+        def get(start: int, keys: _Keys) -> None:
+            part = keys._read_bytes(f"{number}/packet/{slot}/{replica}/{start}")
             if part is None:
                 raise CompressionError("a part of it is not in the store")
-            content += part
-            self.moved_chunks += 1
-            self._tend()
+            parts[start] = part
+
+        self._move((functools.partial(get, start) for start in starts), self._tend)
+        content = bytearray().join(parts[start] for start in starts)
         if len(content) != nbytes or digest_of(content).hex() != digest:
             raise CompressionError("it was damaged on its way")
         return torch.frombuffer(content, dtype=torch.uint8)
@@ -318,11 +370,15 @@ class Board(_Keys):
         text = self._read(f"anchor/{newcomer}/{slot}/taken")
         return None if text is None else parse(text, int)
 
-    def ship(self, newcomer: int, slot: int, chunk: Tensor, shipment: Shipment) -> None:
-        """Store the next chunk, uint8, and say that it is there."""
-        content, number = chunk.numpy().tobytes(), shipment.sent - 1
-        self._set(f"anchor/{newcomer}/{slot}/{number % WINDOW}", digest_of(content) + content)
-        self.moved_chunks += 1
+    def ship(self, newcomer: int, slot: int, chunks: Sequence[Tensor], shipment: Shipment) -> None:
+        """Store the next chunks, uint8, the last ones of `shipment`, and say that they are there."""
+
+        def put(number: int, chunk: Tensor, keys: _Keys) -> None:
+            content = chunk.numpy().tobytes()
+            keys._set(f"anchor/{newcomer}/{slot}/{number % WINDOW}", digest_of(content) + content)
+
+        numbers = range(shipment.sent - len(chunks), shipment.sent)
+        self._move(functools.partial(put, *each) for each in zip(numbers, chunks, strict=True))
         self._set(f"anchor/{newcomer}/{slot}", json.dumps(shipment))
 
     def shipment(self, newcomer: int, slot: int) -> Shipment | None:
@@ -334,18 +390,24 @@ class Board(_Keys):
             raise CompressionError(f"the replica store has {shown(text)} as an anchor")
         return Shipment(numel, parse_position(json.dumps(position)), sent)
 
-    def take(self, newcomer: int, slot: int, number: int) -> bytes:
-        """Return a chunk that is there.
+    def take(self, newcomer: int, slot: int, first: int, chunks: Sequence[Tensor]) -> None:
+        """Fill `chunks`, uint8, with those from number `first` on, which are there.
 
         Raises:
-            CompressionError: it is damaged.
+            CompressionError: one is damaged, or has another size.
         """
-        data = self._read_bytes(f"anchor/{newcomer}/{slot}/{number % WINDOW}") or b""
-        digest, content = data[:DIGEST], data[DIGEST:]
-        if digest_of(content) != digest:
-            raise CompressionError("the anchor of another replica was damaged on its way")
-        self.moved_chunks += 1
-        return content
+
+        def get(number: int, chunk: Tensor, keys: _Keys) -> None:
+            data = keys._read_bytes(f"anchor/{newcomer}/{slot}/{number % WINDOW}") or b""
+            digest, content = data[:DIGEST], memoryview(data)[DIGEST:]
+            if digest_of(content) != digest:
+                raise CompressionError("the anchor of another replica was damaged on its way")
+            if len(content) != chunk.numel():
+                expected = f"expected {chunk.numel()}"
+                raise CompressionError(f"part {number} of an anchor has {len(content)} bytes, {expected}")
+            chunk.numpy()[:] = content
+
+        self._move(functools.partial(get, *each) for each in enumerate(chunks, first))
 
     def end_shipment(self, newcomer: int, slot: int) -> None:
         """Delete what is there of an anchor for a newcomer."""

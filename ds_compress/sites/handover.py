@@ -14,11 +14,8 @@ import torch
 from torch import Tensor
 
 from ds_compress.errors import CompressionError
-from ds_compress.sites.board import CHUNK, KEPT_ROUNDS, WINDOW, Board, LaunchBoard, Position, Shipment
+from ds_compress.sites.board import CHUNK, KEPT_ROUNDS, LOOK_S, WINDOW, Board, LaunchBoard, Position, Shipment
 from ds_compress.sites.outer_step import Anchor
-
-LOOK_S = 0.05
-"""Seconds between two looks at what a newcomer has taken."""
 
 ABANDONED_S = 60.0
 """Seconds without a sign of life after which a newcomer goes on with its own weights."""
@@ -110,9 +107,9 @@ class AnchorSender:
         self._handed &= handed.keys()
 
     def send_chunks(self, longest: float) -> float:
-        """Send a chunk to each newcomer that has taken enough; return the seconds until there are more to
+        """Send chunks to each newcomer that has taken enough; return the seconds until there are more to
         send, at most `longest`."""
-        return min([longest, *(self._send_chunk(upload) for upload in list(self._uploads))])
+        return min([longest, *(self._send_some(upload) for upload in list(self._uploads))])
 
     def _leads_to(self, head: Position, position: Position) -> bool:
         """Return whether who has the anchor of `position` can follow the rounds since to `head`."""
@@ -122,12 +119,14 @@ class AnchorSender:
             position = position.after(outcome)
         return position == head
 
-    def _send_chunk(self, upload: _Upload) -> float:
-        """Send a chunk of an anchor, if the newcomer has taken enough; return seconds until the next one."""
-        count, newcomer = len(upload.chunks), upload.newcomer
-        if upload.shipment.sent < min(count, upload.taken + WINDOW):
-            upload.shipment = upload.shipment._replace(sent=upload.shipment.sent + 1)
-            self._board.ship(newcomer, self._slot, upload.chunks[upload.shipment.sent - 1], upload.shipment)
+    def _send_some(self, upload: _Upload) -> float:
+        """Send chunks of an anchor, if the newcomer has taken enough; return seconds until the next ones."""
+        count, newcomer, sent = len(upload.chunks), upload.newcomer, upload.shipment.sent
+        # half of the window: others are taken while these are sent
+        end = min(count, upload.taken + WINDOW, sent + min(self._board.connections, WINDOW // 2))
+        if sent < end:
+            upload.shipment = upload.shipment._replace(sent=end)
+            self._board.ship(newcomer, self._slot, upload.chunks[sent:end], upload.shipment)
             return 0.0
         now = time.monotonic()
         if now < upload.next_look:
@@ -199,14 +198,12 @@ class AnchorReceiver:
         if shipment.numel != numel:
             raise CompressionError(f"an anchor of {shipment.numel} values came, expected {numel}")
         anchor = Anchor(*(torch.empty(numel, dtype=torch.float32, device="cpu") for _ in range(2)))
-        for number, chunk in enumerate(_chunks(anchor)):
-            self._wait(functools.partial(self._has_chunk, number), f"part {number} of an anchor")
-            content = self._board.take(self._newcomer, self._slot, number)
-            if len(content) != chunk.numel():
-                expected = f"expected {chunk.numel()}"
-                raise CompressionError(f"part {number} of an anchor has {len(content)} bytes, {expected}")
-            chunk.numpy()[:] = memoryview(content)
-            self._board.say_taken(self._newcomer, self._slot, number + 1)
+        chunks, taken = _chunks(anchor), 0
+        while taken < len(chunks):
+            sent = self._wait(functools.partial(self._sent, taken), f"part {taken} of an anchor")
+            self._board.take(self._newcomer, self._slot, taken, chunks[taken:sent])
+            taken = sent
+            self._board.say_taken(self._newcomer, self._slot, taken)
         return anchor, shipment.position
 
     def _watch(self, digest: str) -> Callable[[], bool | None]:
@@ -228,9 +225,10 @@ class AnchorReceiver:
 
         return ready
 
-    def _has_chunk(self, number: int) -> bool | None:
+    def _sent(self, taken: int) -> int | None:
+        """Return how many chunks were sent, if they are more than were taken; at most a window more."""
         found = self._board.shipment(self._newcomer, self._slot)
-        return True if found is not None and found.sent > number else None
+        return min(found.sent, taken + WINDOW) if found is not None and found.sent > taken else None
 
 
 def _chunks(anchor: Anchor) -> list[Tensor]:

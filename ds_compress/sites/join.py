@@ -30,12 +30,13 @@ from ds_compress.sites.worker import Worker
 class Join:
     """One attempt of a launch to join the others; the methods are the rows of the table above."""
 
-    def __init__(self, launch: Store, options: OuterOptions):
+    def __init__(self, launch: Store, options: OuterOptions, connections: int):
         """
         Args:
             launch: store of this launch alone, without keys.
+            connections: of each rank to the store of all.
         """
-        self._launch, self._options = launch, options
+        self._launch, self._options, self._connections = launch, options, connections
         self.worker: Worker | None = None  # of this rank, once it is connected
 
     def say_own(self, shapes: str, anchor: Anchor) -> None:
@@ -56,7 +57,7 @@ class Join:
         launch = {"ranks of a launch": len(shapes), "shapes of the parameters of all ranks": [*shapes]}
         verdict: dict[str, Any] = {"address": address, "own": position}
         try:
-            self.worker = Worker(self._launch, self._options, probe.result() if probe else connect(address))
+            self.worker = self._connect(address, *([probe.result()] if probe else []))
             verdict["membership"] = self.worker.rounds.join({**settings, **launch}, position)
         except CompressionError as error:
             verdict["refused"] = str(error)
@@ -81,7 +82,7 @@ class Join:
         """
         number, head, is_newcomer = verdict["membership"]
         anchor, position = None, Position(*head)
-        self.worker = self.worker or Worker(self._launch, self._options, connect(verdict["address"]))
+        self.worker = self.worker or self._connect(verdict["address"])
         rounds = self.worker.rounds
         rounds.number = number
         if is_newcomer:
@@ -90,6 +91,10 @@ class Join:
             anchor, position = rounds.catch_up(own.values.numel(), verdict["own"].digest)
         rounds.take_part(anchor or own, position)
         return anchor, position
+
+    def _connect(self, address: str, *known: Any) -> Worker:
+        more = (connect(address) for _ in range(self._connections - len(known)))
+        return Worker(self._launch, self._options, *known, *more)
 
 
 def say(line: str) -> None:

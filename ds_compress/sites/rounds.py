@@ -78,13 +78,22 @@ def patience(options: OuterOptions) -> float:
 class Rounds:
     """One rank's view of the rounds."""
 
-    def __init__(self, store: Any, launch_store: Any, slot: int, slots: int, options: OuterOptions):
+    def __init__(
+        self,
+        store: Any,
+        launch_store: Any,
+        slot: int,
+        slots: int,
+        options: OuterOptions,
+        further: Sequence[Any] = (),
+    ):
         """
         Args:
             store: a `torch.distributed.Store` that all replicas reach.
             launch_store: one of this launch alone, without keys.
+            further: connections to `store`, over which packets and anchors cross, too.
         """
-        self._board = Board(store, self.tend)
+        self._board = Board(store, self.tend, further)
         self._launch = LaunchBoard(launch_store)
         self._slot = slot
         self._slots = slots
@@ -189,7 +198,7 @@ class Rounds:
         return ExchangeResult(anchor, position, base, members, is_member, time.monotonic() - began)
 
     def tend(self) -> float:
-        """Do what others rely on: give a sign of life, if one is due, and send a chunk to each newcomer.
+        """Do what others rely on: give a sign of life, if one is due, and send chunks to each newcomer.
 
         Returns:
             Seconds after which there is more to do.

@@ -39,6 +39,9 @@ from ds_compress.transport.collectives import lowest
 
 ANSWER_S = 5.0
 """Seconds for which training waits for a store that does not answer."""
+STORE_CONNECTIONS = 4
+"""To the store, with `"connections": "auto"`. One is slower even where nothing is lost, see
+docs/slow-machines.md."""
 FAILED, LATE, HERE = range(3)
 """What an exchange has come to on a rank."""
 STATE = 2**16
@@ -90,6 +93,8 @@ class OuterTraffic(RuntimePart):
         assert config.outer is not None
         self._device = engine.device
         self._options, self._shared = config.outer, shared_settings(config)
+        given = config.block.link.connections
+        self._connections = STORE_CONNECTIONS if given == "auto" else given
         assert config.block.replicas is not None
         self.every = config.block.replicas.every
         self._trained = [p for p in engine.module.parameters() if p.requires_grad]
@@ -214,7 +219,7 @@ class OuterTraffic(RuntimePart):
         """Return what the exchange in progress has come to, and why it failed."""
         assert self._pending is not None and self._worker is not None
         while not wait([self._pending], 0.1).done:
-            silence = self._worker.store.silence()
+            silence = self._worker.silence()
             if silence > patience(self._options):
                 return FAILED, "the replica store does not answer"
             if silence > ANSWER_S:
@@ -322,7 +327,7 @@ class OuterTraffic(RuntimePart):
         assert self.anchor is not None
         is_first, self._is_new = self._is_new, False
         launch = PrefixStore(f"{self._store_key}/{next(self._joins)}", _get_default_store())
-        join = Join(launch, self._options)
+        join = Join(launch, self._options, self._connections)
         join.say_own(self.codec.digest, self.anchor)
         if dist.get_rank() == 0:
             probe, self._probe = self._probe, None

@@ -1,4 +1,4 @@
-"""A connection to the store, and the thread that uses it while training goes on."""
+"""Connections to the store, and the thread that uses them while training goes on."""
 
 import queue
 import threading
@@ -17,20 +17,26 @@ EXIT_S = 5.0
 
 
 class Worker:
-    """A connection to the store, with the thread that uses it after a replica has joined."""
+    """Connections to the store, with the thread that uses them after a replica has joined."""
 
-    def __init__(self, launch_store: Any, options: Any, store: Any):
+    def __init__(self, launch_store: Any, options: Any, *stores: Any):
         """
         Args:
-            launch_store: of this launch alone; store: of all replicas.
+            launch_store: of this launch alone; stores: connections to that of all replicas.
         """
-        self.store = WatchedStore(store)
-        self.rounds = Rounds(self.store, launch_store, dist.get_rank(), dist.get_world_size(), options)
+        self._stores = [WatchedStore(store) for store in stores]
+        store, *further = self._stores
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        self.rounds = Rounds(store, launch_store, rank, world_size, options, further)
         self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         thread = threading.Thread(target=_work, args=(self.rounds, self._tasks), daemon=True)
         thread.name = "ds_compress_replicas"
         thread.start()
         weakref.finalize(self, _end, self.rounds, self._tasks, thread)
+
+    def silence(self) -> float:
+        """Return for how many seconds the store has not answered; 0 if nothing was asked."""
+        return max(store.silence() for store in self._stores)
 
     def run(self, task: Callable[[], Found]) -> "Future[Found]":
         """Run a task in the thread."""

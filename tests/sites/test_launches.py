@@ -405,24 +405,31 @@ def test_a_running_site_outlives_a_connection_that_is_refused_at_once(store):
 
 
 def silent(launch, config):
-    """Train while the store does not answer; return whether its result is late, and the rounds so far."""
+    """Train while the store does not answer over one connection; return whether its result is late, and the
+    rounds so far."""
     engine, data, outer = start(launch, config)
     engine.ds_compress.begin_step()
-    answers, check = threading.Event(), outer._worker.store._store.check
+    connection = outer._worker._stores[-1]
+    answers, check = threading.Event(), connection._store.check
 
     def late(*args):
         answers.wait()
         return check(*args)
 
-    outer._worker.store._store = SimpleNamespace(
-        check=late, get=outer._worker.store._store.get, **dict.fromkeys(("set", "add", "append"))
+    connection._store = SimpleNamespace(
+        check=late, get=connection._store.get, **dict.fromkeys(("add", "append")), set=lambda *_: None
     )
-    with mock.patch("ds_compress.sites.traffic.ANSWER_S", 0.1):
+    with (
+        mock.patch("ds_compress.sites.board.CHUNK", 64),
+        mock.patch("ds_compress.sites.traffic.ANSWER_S", 0.1),
+    ):
         for _ in range(8):
             engine.train_batch(data)
     return outer._is_late, outer.sent.messages
 
 
-def test_training_does_not_wait_for_a_store_that_does_not_answer(store):
+@pytest.mark.parametrize("connections", [1, 3])
+def test_training_does_not_wait_for_a_store_that_does_not_answer(connections, store):
     """A store that was busy with strangers stalled a step by 16 s."""
-    assert run_launches(1, 1, silent, ds_config(block())) == [[(True, 0)]]
+    config = ds_config({**block(), "link": {"connections": connections}})
+    assert run_launches(1, 1, silent, config) == [[(True, 0)]]

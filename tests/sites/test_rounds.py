@@ -16,9 +16,10 @@ from torch.distributed import HashStore, TCPStore
 
 from ds_compress.config.replicas import OuterOptions, ReplicasOptions, build_replica_codec
 from ds_compress.errors import CompressionError
+from ds_compress.sites import board as board_module
 from ds_compress.sites import handover
 from ds_compress.sites import rounds as rounds_module
-from ds_compress.sites.board import KEPT_ROUNDS, PREFIX, WINDOW, Position, members_of
+from ds_compress.sites.board import KEPT_ROUNDS, PREFIX, WINDOW, Board, Position, Shipment, members_of
 from ds_compress.sites.outer_step import Anchor, DeltaCodec, DeltaPart
 from ds_compress.sites.rounds import Rounds
 from ds_compress.sites.store import connect
@@ -40,15 +41,19 @@ def first_anchor(slot):
     return Anchor(values, torch.zeros(NUMEL))
 
 
+def client_of(store):
+    return TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=PATIENCE))
+
+
 class Launch:
     """A replica: its slots exchange deltas at the same time."""
 
-    def __init__(self, store, digest="first", announces=True, codec=QUANTIZE, **options):
+    def __init__(self, store, digest="first", announces=True, codec=QUANTIZE, connections=1, **options):
         options = OuterOptions(**{"grace_s": 60.0, **options})
         self.slots, own = [], HashStore()
         for slot in range(SLOTS):
-            client = TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=PATIENCE))
-            self.slots.append(Rounds(client, own, slot, SLOTS, options))
+            client, *further = (client_of(store) for _ in range(connections))
+            self.slots.append(Rounds(client, own, slot, SLOTS, options, further))
         joined = self.slots[0].join(SETTINGS, Position(0, digest))
         for rounds in self.slots:
             rounds.number = joined.number
@@ -345,6 +350,79 @@ def test_a_newcomer_to_which_nobody_hands_an_anchor_gives_up(store, clock):
     assert first.slots[0]._board.newcomers() == {} and first.slots[0]._board.head() == first.position
 
 
+def test_packets_and_anchors_cross_over_several_connections(store, monkeypatch):
+    """One connection gives a few Mbit/s where packets are lost. Nothing else changes, and no key is left."""
+    monkeypatch.setattr(board_module, "CHUNK", 1500)
+    monkeypatch.setattr(handover, "CHUNK", 1500)
+    first = Launch(store, connections=4)
+    play([first], [0.1])
+    newcomer = Launch(store, digest="another", connections=3)
+    newcomer.wait_for_anchor()
+    first.slots[0].idle()
+    newcomer.take_anchor(first)
+    results = play([first, newcomer], [0.1, 0.3])
+    assert all(result.members == (1, 2) for own in results for result in own)
+    assert_alike([first, newcomer])
+    assert not [key for key in store.list_keys() if "/anchor/" in key]
+
+    with_one = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    others = [Launch(with_one)]
+    play(others, [0.1])
+    others.append(Launch(with_one, digest="another"))
+    others[1].wait_for_anchor()
+    others[0].slots[0].idle()
+    others[1].take_anchor(others[0])
+    play(others, [0.1, 0.3])
+    assert_alike([first, *others])
+
+
+class Lazy:
+    """A connection whose packets are under way until something is asked over it."""
+
+    def __init__(self, store):
+        self.store, self.under_way = store, []
+
+    def set(self, *entry):
+        self.under_way.append(entry)
+
+    def __getattr__(self, name):
+        while self.under_way:
+            self.store.set(*self.under_way.pop())
+        return getattr(self.store, name)
+
+
+def test_what_is_said_to_be_there_is_there_over_every_connection(store, monkeypatch):
+    """The store knows no order between connections, and `set` is not answered."""
+    monkeypatch.setattr(board_module, "CHUNK", 100)
+    lazy = [Lazy(client_of(store)) for _ in range(3)]
+    board, packet = Board(store, further=lazy), torch.arange(250).to(torch.uint8).repeat(40)
+    board.put_packet(0, 0, 1, packet)
+    assert torch.equal(Board(client_of(store)).packet(0, 0, 1), packet)
+    chunks = packet.split(100)[:WINDOW]
+    board.ship(2, 0, chunks, Shipment(800, Position(0, "first"), WINDOW))
+    taken = [torch.empty_like(chunk) for chunk in chunks]
+    Board(client_of(store)).take(2, 0, 0, taken)
+    assert all(map(torch.equal, taken, chunks))
+
+
+class Cut:
+    def __getattr__(self, name):
+        raise RuntimeError("the connection was cut")
+
+
+def test_a_connection_that_is_cut_announces_nothing(store, monkeypatch):
+    monkeypatch.setattr(board_module, "CHUNK", 100)
+    packet = torch.zeros(10_000, dtype=torch.uint8)
+    board = Board(client_of(store), further=[client_of(store), Cut()])
+    with pytest.raises(RuntimeError, match="was cut"):
+        board.put_packet(0, 0, 1, packet)
+    with pytest.raises(CompressionError, match="it is not in the store"):
+        board.packet(0, 0, 1)
+    Board(store).put_packet(0, 0, 2, packet)
+    with pytest.raises(RuntimeError, match="was cut"):
+        board.packet(0, 0, 2)
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_an_anchor_that_makes_progress_is_not_given_up(store, is_lost, clock, monkeypatch):
     """What took longer than `grace_s` and 300 s was given up, asked for again, and sent again from the start.
@@ -364,12 +442,12 @@ def test_an_anchor_that_makes_progress_is_not_given_up(store, is_lost, clock, mo
 
         rounds._board.ship = slowly
     if is_lost:
-        has_chunk = handover.AnchorReceiver._has_chunk
+        sent = handover.AnchorReceiver._sent
 
-        def loses_slot_1(self, number):
-            return has_chunk(self, number) if self._slot == 0 else None
+        def loses_slot_1(self, taken):
+            return sent(self, taken) if self._slot == 0 else None
 
-        monkeypatch.setattr(handover.AnchorReceiver, "_has_chunk", loses_slot_1)
+        monkeypatch.setattr(handover.AnchorReceiver, "_sent", loses_slot_1)
     newcomer.wait_for_anchor()
     hand_over_until(first, newcomer.waits[0].done)
     chunks = 2 * 4 * NUMEL // 4000  # of a slot
