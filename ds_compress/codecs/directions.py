@@ -56,7 +56,7 @@ def subtract_directions(m: Tensor, rank: int) -> tuple[Tensor, tuple[Tensor, ...
     rounded, at_once = _from_int8(basis, units), _rows_at_once(m)
     dual = rounded / rounded.square().sum(1, keepdim=True).clamp(min=0.5)  # a direction of zeros stays
     products = torch.cat([dual @ rows.float().T for rows in m.split(at_once)], 1)
-    codes, exponents = _to_int8(products.T)
+    codes, exponents = _to_int8(products.T.contiguous())
     coefficients = _from_int8(codes, exponents).neg_()
     rest = torch.empty_like(m, dtype=torch.bfloat16 if m.dtype == torch.bfloat16 else torch.float32)
     _add_product(m, coefficients, rounded, rest)

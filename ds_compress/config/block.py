@@ -70,8 +70,8 @@ class LinkOptions(Options):
     as long as more are faster; the job uses the smallest number with which its slowest link has nearly the
     best rate: 1 where neither lost packets nor socket buffers limit one. It needs the eager link; over NCCL,
     which opens connections of its own, and under DualPipeV it has no effect, nor has "auto" with dynamic
-    shapes. Sums of factors (codec lowrank) have one. Each rank has as many to the store of several sites, 4
-    with "auto"."""
+    shapes. Sums of factors (codec lowrank) have one. To the store of several sites, each rank has
+    as many more, with "auto" 4; whatever the backend."""
     memory_gb: float | None = Field(default=None, gt=0, le=1e6)
     """With depth "auto": GB (10^9 bytes) that activations and packets in flight may take on a stage. null: on
     a GPU, what is free after the first steps less a tenth of its memory; on a CPU, an equal share per rank of

@@ -10,7 +10,9 @@
 
     K/announced       replicas that will take part in round K                 slot 0 of each
     K/senders/S       replicas that send a packet of slot S                   slot S of each
-    K/packet/S/R      that packet, in chunks                                  slot S of replica R
+    K/packet/S/R      size and digest of that packet, no digest before it     slot S of replica R
+                      is there
+    K/packet/S/R/...  its chunks, by the byte they begin with                 the same
     K/came            replicas all of whose packets are there                 the rank that was last
     K/candidates      decided once: those that came in time                   slot 0 of any replica
     K/votes           candidates, each with those whose packets it cannot     slot 0 of each
@@ -21,7 +23,7 @@
     anchor/R/S        size and position of an anchor for newcomer R, and      slot S of the replica that hands
                       how many of its chunks were sent                        it over
     anchor/R/S/J      the chunks whose number modulo `WINDOW` is J, each      the same
-                      with its digest
+                      with the digest of position, number and bytes
     anchor/R/S/taken  how many chunks the newcomer has taken; -1: it takes    slot S of newcomer R
                       no more
 
@@ -41,16 +43,15 @@ one launch write for each other crosses the store of that launch:
 import functools
 import hashlib
 import json
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import wait
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ds_compress.errors import CompressionError, in_one_line, shown
-from ds_compress.sites.store import run_in_thread
+from ds_compress.sites.keys import PREFIX, Keys
+from ds_compress.sites.moves import MOST, ChunkMover
 
 CHUNK = 4 << 20
 """Bytes of a value; a TCPStore takes 8 MiB at most."""
@@ -58,19 +59,15 @@ CHUNK = 4 << 20
 WINDOW = 8
 """Chunks of an anchor that are in the store at once."""
 
+LARGEST = 2**40
+"""Bytes of a packet."""
+
 KEPT_ROUNDS = 3
 """Rounds for which packets stay in the store; a replica that is further behind needs an anchor."""
 
 DIGEST = 16
 """Bytes of a digest."""
 
-LOOK_S = 0.05
-"""Seconds between two looks at what is under way."""
-
-MOVES = "ds_compress_moves"
-"""Name of threads that move chunks."""
-
-PREFIX = "ds_compress/outer/"
 
 Found = TypeVar("Found")
 
@@ -94,94 +91,17 @@ class Shipment(NamedTuple):
     sent: int  # chunks
 
 
-class _Keys:
-    """Keys below `PREFIX` of a store."""
-
-    def __init__(self, store: Any):
-        """
-        Args:
-            store: a `torch.distributed.Store`; torch declares too few of its methods.
-        """
-        self._store = store
-
-    def _has(self, key: str) -> bool:
-        return self._store.check([f"{PREFIX}{key}"])
-
-    def _read_bytes(self, key: str) -> bytes | None:
-        return self._store.get(f"{PREFIX}{key}") if self._has(key) else None
-
-    def _read(self, key: str) -> str | None:
-        found = self._read_bytes(key)
-        return None if found is None else found.decode(errors="replace")
-
-    def _set(self, key: str, value: str | bytes) -> None:
-        self._store.set(f"{PREFIX}{key}", value)
-
-    def _decide(self, key: str, value: str, expected: str = "") -> str:
-        """Write `value` if the key has `expected`, or nothing; return what it has."""
-        return self._store.compare_set(f"{PREFIX}{key}", expected, value).decode(errors="replace")
-
-    def _append(self, key: str, number: int) -> None:
-        self._store.append(f"{PREFIX}{key}", f"{number},")
-
-    def _numbers(self, key: str) -> list[int]:
-        words = (self._read(key) or "").split(",")
-        return sorted({int(word) for word in words if word.isascii() and word.isdigit() and len(word) < 10})
-
-    def _delete(self, key: str) -> None:
-        self._store.delete_key(f"{PREFIX}{key}")
-
-
-Move = Callable[[_Keys], None]
-"""Moves a chunk over a connection."""
-
-
-class Board(_Keys):
+class Board(Keys):
     """What replicas write for each other; see the table above. K is `number`, R `replica`, S `slot`."""
 
     def __init__(self, store: Any, tend: Callable[[], Any] = lambda: None, further: Sequence[Any] = ()):
         """
         Args:
-            tend: called between two chunks of a packet.
+            tend: called between two chunks of a packet, or an anchor, and while they are on their way.
             further: connections to the same store, over which chunks cross side by side.
         """
         super().__init__(store)
-        self._tend = tend
-        self._further = [_Keys(each) for each in further]
-        self.moved_chunks = 0
-
-    @property
-    def connections(self) -> int:
-        return 1 + len(self._further)
-
-    def _move(self, moves: Iterable[Move], tend: Callable[[], Any] = lambda: None) -> None:
-        """Move chunks, in any order, over all connections; they are there when it returns."""
-        left = deque(moves)
-        move = functools.partial(self._move_some, left)
-        others = [
-            run_in_thread(functools.partial(move, keys), MOVES) for keys in self._further[: len(left) - 1]
-        ]
-        try:
-            move(self, tend)
-            while wait(others, LOOK_S).not_done:
-                tend()
-        finally:
-            left.clear()  # after an error the others end with the chunk that they move
-        for other in others:
-            other.result()
-
-    def _move_some(self, left: "deque[Move]", keys: _Keys, tend: Callable[[], Any] = lambda: None) -> None:
-        """Make moves that no other connection has made, until none are left."""
-        while left:
-            try:
-                move = left.popleft()
-            except IndexError:  # another one took it
-                break
-            move(keys)
-            self.moved_chunks += 1
-            tend()
-        if keys is not self:  # the store answers a connection when it has all that came over it before
-            keys._has("head")
+        self.chunks = ChunkMover(self, [Keys(each) for each in further], tend)
 
     def settings(self, own: str = "{}") -> dict[str, Any]:
         return parse(self._decide("settings", own), dict)
@@ -259,13 +179,15 @@ class Board(_Keys):
         """Store a packet, uint8; return its digest."""
         self._append(f"{number}/senders/{slot}", replica)
         key, content = f"{number}/packet/{slot}/{replica}", packet.numpy().tobytes()
+        self._set(key, json.dumps([len(content), ""]))  # for who deletes it, if this replica dies here
 
-        def put(start: int, keys: _Keys) -> None:
+        def put(start: int, keys: Keys) -> None:
             keys._set(f"{key}/{start}", content[start : start + CHUNK])
 
-        self._move((functools.partial(put, start) for start in range(0, len(content), CHUNK)), self._tend)
+        self.chunks.move([functools.partial(put, start) for start in range(0, len(content), CHUNK)])
         digest = digest_of(content).hex()
         self._set(key, json.dumps([len(content), digest]))
+        self.await_answer()  # what another slot says may come sooner
         return digest
 
     def packet_digest(self, number: int, slot: int, replica: int) -> str:
@@ -280,32 +202,38 @@ class Board(_Keys):
         nbytes, digest = self._packet_entry(number, slot, replica)
         parts, starts = dict[int, bytes](), range(0, nbytes, CHUNK)
 
-        def get(start: int, keys: _Keys) -> None:
+        def get(start: int, keys: Keys) -> None:
             part = keys._read_bytes(f"{number}/packet/{slot}/{replica}/{start}")
             if part is None:
                 raise CompressionError("a part of it is not in the store")
             parts[start] = part
 
-        self._move((functools.partial(get, start) for start in starts), self._tend)
-        content = bytearray().join(parts[start] for start in starts)
+        self.chunks.move([functools.partial(get, start) for start in starts])
+        content = bytearray()
+        for start in starts:
+            content += parts.pop(start)
         if len(content) != nbytes or digest_of(content).hex() != digest:
             raise CompressionError("it was damaged on its way")
         return torch.frombuffer(content, dtype=torch.uint8)
 
     def _packet_entry(self, number: int, slot: int, replica: int) -> tuple[int, str]:
-        text = self._read(f"{number}/packet/{slot}/{replica}")
-        if text is None:
-            raise CompressionError("it is not in the store")
-        nbytes, digest = (*parse(text, list), None, None)[:2]
-        if not isinstance(nbytes, int) or not 0 < nbytes < 2**40:
-            raise CompressionError(f"{shown(nbytes)} is no size")
-        return nbytes, str(digest)
+        nbytes, digest = _parse_size(self._read(f"{number}/packet/{slot}/{replica}"))
+        if not digest:
+            raise CompressionError("not all of it is in the store")
+        return nbytes, digest
 
     def delete_packet(self, number: int, slot: int, replica: int) -> None:
-        key, start = f"{number}/packet/{slot}/{replica}", 0
-        while self._has(f"{key}/{start}"):
-            self._delete(f"{key}/{start}")
-            start += CHUNK
+        key, lacking = f"{number}/packet/{slot}/{replica}", 0
+        if (text := self._read(key)) is None:
+            return
+        try:
+            nbytes, _ = _parse_size(text)
+        except CompressionError:  # a stranger wrote it
+            nbytes = LARGEST
+        for start in range(0, nbytes, CHUNK):
+            lacking = 0 if self._delete(f"{key}/{start}") else lacking + 1
+            if lacking > MOST:  # so many may have been under way when its sender died
+                break
         self._delete(key)
 
     def come(self, number: int, replica: int) -> None:
@@ -373,12 +301,13 @@ class Board(_Keys):
     def ship(self, newcomer: int, slot: int, chunks: Sequence[Tensor], shipment: Shipment) -> None:
         """Store the next chunks, uint8, the last ones of `shipment`, and say that they are there."""
 
-        def put(number: int, chunk: Tensor, keys: _Keys) -> None:
+        def put(number: int, chunk: Tensor, keys: Keys) -> None:
             content = chunk.numpy().tobytes()
-            keys._set(f"anchor/{newcomer}/{slot}/{number % WINDOW}", digest_of(content) + content)
+            data = _digest_of_chunk(shipment, number, content) + content
+            keys._set(f"anchor/{newcomer}/{slot}/{number % WINDOW}", data)
 
         numbers = range(shipment.sent - len(chunks), shipment.sent)
-        self._move(functools.partial(put, *each) for each in zip(numbers, chunks, strict=True))
+        self.chunks.move([functools.partial(put, *each) for each in zip(numbers, chunks, strict=True)])
         self._set(f"anchor/{newcomer}/{slot}", json.dumps(shipment))
 
     def shipment(self, newcomer: int, slot: int) -> Shipment | None:
@@ -390,24 +319,26 @@ class Board(_Keys):
             raise CompressionError(f"the replica store has {shown(text)} as an anchor")
         return Shipment(numel, parse_position(json.dumps(position)), sent)
 
-    def take(self, newcomer: int, slot: int, first: int, chunks: Sequence[Tensor]) -> None:
+    def take(
+        self, newcomer: int, slot: int, chunks: Sequence[Tensor], first: int, shipment: Shipment
+    ) -> None:
         """Fill `chunks`, uint8, with those from number `first` on, which are there.
 
         Raises:
             CompressionError: one is damaged, or has another size.
         """
 
-        def get(number: int, chunk: Tensor, keys: _Keys) -> None:
+        def get(number: int, chunk: Tensor, keys: Keys) -> None:
             data = keys._read_bytes(f"anchor/{newcomer}/{slot}/{number % WINDOW}") or b""
             digest, content = data[:DIGEST], memoryview(data)[DIGEST:]
-            if digest_of(content) != digest:
+            if _digest_of_chunk(shipment, number, content) != digest:
                 raise CompressionError("the anchor of another replica was damaged on its way")
             if len(content) != chunk.numel():
                 expected = f"expected {chunk.numel()}"
                 raise CompressionError(f"part {number} of an anchor has {len(content)} bytes, {expected}")
             chunk.numpy()[:] = content
 
-        self._move(functools.partial(get, *each) for each in enumerate(chunks, first))
+        self.chunks.move([functools.partial(get, *each) for each in enumerate(chunks, first)])
 
     def end_shipment(self, newcomer: int, slot: int) -> None:
         """Delete what is there of an anchor for a newcomer."""
@@ -416,7 +347,7 @@ class Board(_Keys):
             self._delete(each)
 
 
-class LaunchBoard(_Keys):
+class LaunchBoard(Keys):
     """What ranks of one launch write for each other; see the second table."""
 
     def set_exchange(self, exchange: int, number: int) -> None:
@@ -525,6 +456,22 @@ def _newcomers(text: str) -> dict[str, Any]:
 
 def _is_pair(value: object) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(type(each) is int for each in value)
+
+
+def _parse_size(text: str | None) -> tuple[int, str]:
+    """Return bytes and digest of a packet; no digest while it is written."""
+    if text is None:
+        raise CompressionError("it is not in the store")
+    nbytes, digest = (*parse(text, list), None, None)[:2]
+    if not isinstance(nbytes, int) or not 0 < nbytes < LARGEST:
+        raise CompressionError(f"{shown(nbytes)} is no size")
+    return nbytes, str(digest)
+
+
+def _digest_of_chunk(shipment: Shipment, number: int, content: bytes | memoryview) -> bytes:
+    """Return the digest of a chunk of an anchor, so that none of another number or anchor takes its place."""
+    own = f"{json.dumps(shipment.position)}/{number}/".encode()
+    return hashlib.blake2b(own + digest_of(content), digest_size=DIGEST).digest()
 
 
 def digest_of(content: bytes | bytearray | memoryview) -> bytes:

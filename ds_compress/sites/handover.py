@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 
 from ds_compress.errors import CompressionError
-from ds_compress.sites.board import CHUNK, KEPT_ROUNDS, LOOK_S, WINDOW, Board, LaunchBoard, Position, Shipment
+from ds_compress.sites.board import CHUNK, KEPT_ROUNDS, WINDOW, Board, LaunchBoard, Position, Shipment
 from ds_compress.sites.outer_step import Anchor
+
+LOOK_S = 0.05
+"""Seconds between two looks at what a newcomer has taken."""
 
 ABANDONED_S = 60.0
 """Seconds without a sign of life after which a newcomer goes on with its own weights."""
@@ -44,6 +47,7 @@ class AnchorSender:
         self._slot, self._slots, self._limit = slot, slots, limit
         self._held: tuple[Anchor, Position] | None = None  # for newcomers to take
         self._uploads: list[_Upload] = []
+        self._is_sending = False
         self._handed = set[int]()  # newcomers whose upload has begun
         self._behind_since: float | None = None  # since when a newcomer waits beside this replica
 
@@ -109,7 +113,13 @@ class AnchorSender:
     def send_chunks(self, longest: float) -> float:
         """Send chunks to each newcomer that has taken enough; return the seconds until there are more to
         send, at most `longest`."""
-        return min([longest, *(self._send_some(upload) for upload in list(self._uploads))])
+        if self._is_sending:  # who moves chunks calls this meanwhile
+            return longest
+        self._is_sending = True
+        try:
+            return min([longest, *(self._send_some(upload) for upload in list(self._uploads))])
+        finally:
+            self._is_sending = False
 
     def _leads_to(self, head: Position, position: Position) -> bool:
         """Return whether who has the anchor of `position` can follow the rounds since to `head`."""
@@ -123,10 +133,11 @@ class AnchorSender:
         """Send chunks of an anchor, if the newcomer has taken enough; return seconds until the next ones."""
         count, newcomer, sent = len(upload.chunks), upload.newcomer, upload.shipment.sent
         # half of the window: others are taken while these are sent
-        end = min(count, upload.taken + WINDOW, sent + min(self._board.connections, WINDOW // 2))
+        end = min(count, upload.taken + WINDOW, sent + min(self._board.chunks.at_once, WINDOW // 2))
         if sent < end:
-            upload.shipment = upload.shipment._replace(sent=end)
-            self._board.ship(newcomer, self._slot, upload.chunks[sent:end], upload.shipment)
+            shipment = upload.shipment._replace(sent=end)
+            self._board.ship(newcomer, self._slot, upload.chunks[sent:end], shipment)
+            upload.shipment = shipment
             return 0.0
         now = time.monotonic()
         if now < upload.next_look:
@@ -136,7 +147,7 @@ class AnchorSender:
         if taken is not None and taken > upload.taken:
             upload.taken, upload.moved = taken, now
         is_over = taken is None or taken < 0
-        if upload.taken == count or is_over or now - upload.moved > self._limit:
+        if upload.taken >= count or is_over or now - upload.moved > self._limit:
             self._uploads.remove(upload)
             self._board.end_shipment(newcomer, self._slot)
             if upload.taken < count and self._slot == 0:
@@ -201,8 +212,9 @@ class AnchorReceiver:
         chunks, taken = _chunks(anchor), 0
         while taken < len(chunks):
             sent = self._wait(functools.partial(self._sent, taken), f"part {taken} of an anchor")
-            self._board.take(self._newcomer, self._slot, taken, chunks[taken:sent])
-            taken = sent
+            here = chunks[taken : min(sent, taken + WINDOW)]
+            self._board.take(self._newcomer, self._slot, here, taken, shipment)
+            taken += len(here)
             self._board.say_taken(self._newcomer, self._slot, taken)
         return anchor, shipment.position
 
@@ -226,9 +238,9 @@ class AnchorReceiver:
         return ready
 
     def _sent(self, taken: int) -> int | None:
-        """Return how many chunks were sent, if they are more than were taken; at most a window more."""
+        """Return how many chunks were sent, if they are more than were taken."""
         found = self._board.shipment(self._newcomer, self._slot)
-        return min(found.sent, taken + WINDOW) if found is not None and found.sent > taken else None
+        return found.sent if found is not None and found.sent > taken else None
 
 
 def _chunks(anchor: Anchor) -> list[Tensor]:

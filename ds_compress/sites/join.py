@@ -34,7 +34,8 @@ class Join:
         """
         Args:
             launch: store of this launch alone, without keys.
-            connections: of each rank to the store of all.
+            connections: of each rank to the store of all, over which chunks cross; one more says what is
+                there, if they are several.
         """
         self._launch, self._options, self._connections = launch, options, connections
         self.worker: Worker | None = None  # of this rank, once it is connected
@@ -93,7 +94,8 @@ class Join:
         return anchor, position
 
     def _connect(self, address: str, *known: Any) -> Worker:
-        more = (connect(address) for _ in range(self._connections - len(known)))
+        count = 1 + (self._connections if self._connections > 1 else 0)
+        more = (connect(address) for _ in range(count - len(known)))
         return Worker(self._launch, self._options, *known, *more)
 
 

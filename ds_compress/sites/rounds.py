@@ -210,8 +210,8 @@ class Rounds:
             raise CompressionError("this replica has ended")
         if time.monotonic() - self._last_beat >= BEAT_S:
             self._last_beat = time.monotonic()
-            if self._board.moved_chunks != self._moved_chunks:
-                self._moved_chunks = self._board.moved_chunks
+            if self._board.chunks.moved != self._moved_chunks:
+                self._moved_chunks = self._board.chunks.moved
                 self._launch.count_moved(1)
             if self._slot == 0 and self._sender.has_anchor:
                 self._board.beat()

@@ -41,7 +41,7 @@ ANSWER_S = 5.0
 """Seconds for which training waits for a store that does not answer."""
 STORE_CONNECTIONS = 4
 """To the store, with `"connections": "auto"`. One is slower even where nothing is lost, see
-docs/slow-machines.md."""
+docs/several-sites.md."""
 FAILED, LATE, HERE = range(3)
 """What an exchange has come to on a rank."""
 STATE = 2**16

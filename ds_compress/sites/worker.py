@@ -35,8 +35,10 @@ class Worker:
         weakref.finalize(self, _end, self.rounds, self._tasks, thread)
 
     def silence(self) -> float:
-        """Return for how many seconds the store has not answered; 0 if nothing was asked."""
-        return max(store.silence() for store in self._stores)
+        """Return for how many seconds the store has not answered; 0 if nothing was asked. A chunk takes so
+        many times as long as others share the link."""
+        own, *further = (store.silence() for store in self._stores)
+        return max([own, *(each / len(further) for each in further)])
 
     def run(self, task: Callable[[], Found]) -> "Future[Found]":
         """Run a task in the thread."""

@@ -37,16 +37,17 @@ def main() -> None:
         store.set("begin", "")
         store.wait(["end"], PATIENCE)
         return
-    stores = [TCPStore(host, PORT, is_master=False, timeout=PATIENCE) for _ in range(max(args.connections))]
+    count = 1 + max(args.connections)
+    stores = [TCPStore(host, PORT, is_master=False, timeout=PATIENCE) for _ in range(count)]
     stores[0].wait(["begin"], PATIENCE)
     seconds = {count: list[tuple[float, float]]() for count in args.connections}
     for turn in range(args.turns):
         for count in args.connections:
-            board, began = Board(stores[0], further=stores[1:count]), time.monotonic()
+            further = stores[1 : 1 + count] if count > 1 else []
+            board, began = Board(stores[0], further=further), time.monotonic()
             board.packet(0, 0, 0)
             read = time.monotonic()
             board.put_packet(turn + 1, 0, count, packet)
-            board.beats()  # when this is answered, all is there
             seconds[count].append((read - began, time.monotonic() - read))
     for count, turns in seconds.items():
         reading, writing = (

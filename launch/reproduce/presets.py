@@ -208,25 +208,25 @@ REAL: Preset = {
     "minilm-full": MINILM,
 }
 
-LONG: Preset = {
-    f"{name}-{steps}": replace(
-        LANGUAGE,
-        architecture=name,
-        pretrain_steps=0,
-        blocks=4 * steps,
-        batch=4,
-        epochs=1,
-        lr=1e-3,
+
+def long(name: str, steps: int, **options: Any) -> LanguageSize:
+    """An architecture from random weights, a block of text for each step and sample."""
+    size = replace(
+        LANGUAGE, architecture=name, pretrain_steps=0, blocks=4 * steps, batch=4, epochs=1, lr=1e-3
     )
-    for name in ("llama", "moe")
-    for steps in (300, 1200, 4800)
+    return replace(size, **options)
+
+
+LONG: Preset = {
+    **{f"{name}-{steps}": long(name, steps) for name in ("llama", "moe") for steps in (300, 1200, 4800)},
+    "llama-1200-wide": long("llama", 1200, hidden=512, heads=8),
 }
-"""From random weights, hidden states of 128 values, a block of text for each step and sample."""
+"""Hidden states of 128 values, and of 512."""
 
 TIED: Preset = {
     f"tied-{steps}": TiedSize(
         **{
-            **vars(LONG[f"llama-{steps}"]),
+            **vars(long("llama", steps)),
             "architecture": "tied",
             "tokenizer": "gpt2_tokenizer",
             "vocabulary": 50_257,

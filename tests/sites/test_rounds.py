@@ -17,9 +17,10 @@ from torch.distributed import HashStore, TCPStore
 from ds_compress.config.replicas import OuterOptions, ReplicasOptions, build_replica_codec
 from ds_compress.errors import CompressionError
 from ds_compress.sites import board as board_module
-from ds_compress.sites import handover
+from ds_compress.sites import handover, moves
 from ds_compress.sites import rounds as rounds_module
 from ds_compress.sites.board import KEPT_ROUNDS, PREFIX, WINDOW, Board, Position, Shipment, members_of
+from ds_compress.sites.keys import Keys
 from ds_compress.sites.outer_step import Anchor, DeltaCodec, DeltaPart
 from ds_compress.sites.rounds import Rounds
 from ds_compress.sites.store import connect
@@ -52,7 +53,7 @@ class Launch:
         options = OuterOptions(**{"grace_s": 60.0, **options})
         self.slots, own = [], HashStore()
         for slot in range(SLOTS):
-            client, *further = (client_of(store) for _ in range(connections))
+            client, *further = (client_of(store) for _ in range(connections + (connections > 1)))
             self.slots.append(Rounds(client, own, slot, SLOTS, options, further))
         joined = self.slots[0].join(SETTINGS, Position(0, digest))
         for rounds in self.slots:
@@ -399,10 +400,14 @@ def test_what_is_said_to_be_there_is_there_over_every_connection(store, monkeypa
     board.put_packet(0, 0, 1, packet)
     assert torch.equal(Board(client_of(store)).packet(0, 0, 1), packet)
     chunks = packet.split(100)[:WINDOW]
-    board.ship(2, 0, chunks, Shipment(800, Position(0, "first"), WINDOW))
+    shipment = Shipment(800, Position(0, "first"), WINDOW)
+    board.ship(2, 0, chunks, shipment)
     taken = [torch.empty_like(chunk) for chunk in chunks]
-    Board(client_of(store)).take(2, 0, 0, taken)
+    Board(client_of(store)).take(2, 0, taken, 0, shipment)
     assert all(map(torch.equal, taken, chunks))
+    for other in (shipment._replace(position=Position(0, "other")), shipment):
+        with pytest.raises(CompressionError, match="damaged on its way"):
+            Board(client_of(store)).take(2, 0, taken, int(other is shipment), other)
 
 
 class Cut:
@@ -411,16 +416,67 @@ class Cut:
 
 
 def test_a_connection_that_is_cut_announces_nothing(store, monkeypatch):
+    """Then nothing crosses over the others, either: few chunks might cross without it, and be announced with
+    those that it lost. No chunk stays."""
     monkeypatch.setattr(board_module, "CHUNK", 100)
-    packet = torch.zeros(10_000, dtype=torch.uint8)
+    packet, reader = torch.zeros(10_000, dtype=torch.uint8), Board(client_of(store))
     board = Board(client_of(store), further=[client_of(store), Cut()])
     with pytest.raises(RuntimeError, match="was cut"):
         board.put_packet(0, 0, 1, packet)
-    with pytest.raises(CompressionError, match="it is not in the store"):
-        board.packet(0, 0, 1)
-    Board(store).put_packet(0, 0, 2, packet)
+    with pytest.raises(CompressionError, match="not all of it is in the store"):
+        reader.packet(0, 0, 1)
+    with pytest.raises(RuntimeError, match="was cut"):
+        board.ship(2, 0, packet.split(100)[:1], Shipment(100, Position(0, "first"), 1))
+    assert reader.shipment(2, 0) is None
+    reader.delete_packet(0, 0, 1)
+    assert not [key for key in store.list_keys() if "packet/0/1" in key]
+    reader.put_packet(0, 0, 2, packet)
+    board = Board(client_of(store), further=[client_of(store), Cut()])
     with pytest.raises(RuntimeError, match="was cut"):
         board.packet(0, 0, 2)
+
+
+def test_an_anchor_is_not_announced_after_a_part_of_it_failed(store, monkeypatch):
+    """The next try counted what had failed as sent: a newcomer took older chunks for these."""
+    monkeypatch.setattr(handover, "CHUNK", 4000)
+    first, newcomer = Launch(store, connections=4), Launch(store, digest="another")
+    newcomer.wait_for_anchor()
+    chunks = first.slots[0]._board.chunks
+    chunks._further[1] = Keys(Cut())
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="was cut"):
+            first.slots[0].idle()
+    assert newcomer.slots[0]._board.shipment(newcomer.number, 0) is None
+    chunks._failure, chunks._further = None, []  # a new launch begins again
+    newcomer.take_anchor(first)
+    assert_alike([first, newcomer])
+
+
+def test_who_moves_chunks_tends_and_gives_up_a_silent_connection(store, monkeypatch):
+    """One connection of several that is silent kept a newcomer waiting for ever. Moves that are asked for
+    meanwhile go over the connection that is free."""
+    monkeypatch.setattr(board_module, "CHUNK", 100)
+    monkeypatch.setattr(moves, "SILENCE_S", 0.5)
+    monkeypatch.setattr(moves, "END_S", 0.1)
+    answers, tended = threading.Event(), []
+
+    class Silent(Lazy):
+        def set(self, *entry):
+            answers.wait()
+
+    def tend():
+        if not tended:
+            tended.append("")
+            board.ship(2, 0, packet.split(100)[:2], Shipment(200, Position(0, "first"), 2))
+
+    board, packet = None, torch.zeros(1000, dtype=torch.uint8)
+    board = Board(client_of(store), tend, [Silent(store)])
+    with pytest.raises(CompressionError, match="is silent"):
+        board.put_packet(0, 0, 1, packet)
+    assert Board(client_of(store)).shipment(2, 0).sent == 2
+    with pytest.raises(RuntimeError, match="is silent"):
+        board.put_packet(1, 0, 1, packet)
+    answers.set()
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
