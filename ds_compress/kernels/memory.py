@@ -1,9 +1,12 @@
 """Reuse memory of the CPU, as new pages cost more time than arithmetic; recognise out-of-memory errors."""
 
 import ctypes
+import os
 import threading
 from functools import lru_cache
+from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -14,6 +17,12 @@ LARGE = 1 << 20
 
 _MAPPED = 1 << 25
 """Bytes: the largest value that glibc chooses by itself for its mmap threshold."""
+
+FRAGMENTS = 64
+"""Largest messages that a heap may take beside what is in use, as blocks of all sizes share it: 54 were
+measured with stages of two layers."""
+
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 _kept = 0
 
@@ -36,10 +45,11 @@ def retain_freed_memory(nbytes: int) -> None:
 
     By default glibc returns the end of the heap and blocks of 32 MiB to the system. The next message gets
     them again page by page: decoding 64 MiB then takes ten times as long. Messages have the same size at
-    every step, so the next one needs the same blocks.
+    every step, so the next one needs the same blocks. Larger ones are left to glibc if the gaps between
+    blocks might take more than this rank's share of half of the memory.
     """
     global _kept
-    if nbytes < LARGE or nbytes < _kept:
+    if nbytes < LARGE or nbytes < _kept or FRAGMENTS * nbytes > _memory_of_rank() / 2:
         return
     _kept = max(_MAPPED, 1 << nbytes.bit_length())
     libc = ctypes.CDLL(None)
@@ -47,6 +57,14 @@ def retain_freed_memory(nbytes: int) -> None:
         trim_threshold, mmap_threshold = -1, -3  # from malloc.h
         libc.mallopt(mmap_threshold, min(_kept, 2**30))
         libc.mallopt(trim_threshold, 2**31 - 1)
+
+
+def _memory_of_rank() -> float:
+    """Return bytes of this host, or container, for each of the ranks that the launcher started here."""
+    limit = CONTAINER_LIMIT.read_text().strip() if CONTAINER_LIMIT.exists() else ""
+    total = min(psutil.virtual_memory().total, int(limit) if limit.isdigit() else 1 << 63)
+    ranks = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or ""
+    return total / (int(ranks) if ranks.isdigit() and int(ranks) else 1)
 
 
 @lru_cache

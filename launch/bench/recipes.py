@@ -66,7 +66,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     prepare()
-    retain_freed_memory(4 * 4 * args.rows * max(args.widths))
+    retain_freed_memory(4 * args.rows * max(args.widths))
     lines: list[list[str]] = []
     slower = []
     for dtype in DTYPES:
