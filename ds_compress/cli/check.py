@@ -62,10 +62,14 @@ def run(args: argparse.Namespace) -> int:
     rows = message_sizes(config, args.stages, TensorSpec(args.shape, DTYPES[args.dtype]))
     keys = ("boundary", "direction", "raw_bytes", "wire_bytes")
     larger = dict.fromkeys(config.in_force.size_note(*(row[key] for key in keys)) for row in rows)
-    if args.replicas and args.parameters:
+    if bool(args.replicas) != bool(args.parameters):
+        raise CompressionError("check: --replicas needs --parameters, and --parameters --replicas")
+    if args.replicas:
         rows += replica_sizes(config, args.replicas, args.parameters, DTYPES[args.dtype], args.shape[-1])
     slow = slow_notes(config, rows, args) if args.gbps else ()
-    for note in filter(None, (_auto_note(config), *config.notes, *larger, *pipeline_notes(ds_config), *slow)):
+    alone = "" if rows else "one stage sends no messages; --replicas and --parameters show what replicas send"
+    about = alone, _auto_note(config), *config.notes, *larger, *pipeline_notes(ds_config), *slow
+    for note in filter(None, about):
         print(note, file=sys.stderr)
     if args.json:
         print(json.dumps(rows, indent=2))

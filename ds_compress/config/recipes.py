@@ -141,4 +141,4 @@ EVIDENCE = {
     "topk10": Evidence("topk10_bf16-reuse", (20.4, 30.8)),
 }
 """By recipe. `safe`, `balanced` and `aggressive` cost most from scratch after 4,800 steps, at width 128. The
-promise for training from scratch holds up to 1,200 steps: costs grow with the length."""
+promise for training from scratch holds up to 1,200 steps at that width: costs grow with the length."""

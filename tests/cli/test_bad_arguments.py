@@ -39,6 +39,8 @@ BAD = [
     *each(CHECK, ("--stages",), COUNTS),
     *each(CHECK, ("--shape",), [",".join(["9" * 9] * 9)]),
     *each(CHECK, ("--dtype",), ["int8"]),
+    [*CHECK, "--replicas", "2"],
+    [*CHECK, "--parameters", "100"],
     [*ADVISE, "--recipe", "DS_CONFIG", "DS_CONFIG"],
     [*CHECK, "--no-such-option"],
     [*CHECK[:1], ".", *CHECK[2:]],
