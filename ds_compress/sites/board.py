@@ -60,7 +60,7 @@ WINDOW = 8
 """Chunks of an anchor that are in the store at once."""
 
 LARGEST = 2**40
-"""Bytes of a packet."""
+"""Bytes; every packet has fewer."""
 
 KEPT_ROUNDS = 3
 """Rounds for which packets stay in the store; a replica that is further behind needs an anchor."""
@@ -217,7 +217,7 @@ class Board(Keys):
         return torch.frombuffer(content, dtype=torch.uint8)
 
     def _packet_entry(self, number: int, slot: int, replica: int) -> tuple[int, str]:
-        nbytes, digest = _parse_size(self._read(f"{number}/packet/{slot}/{replica}"))
+        nbytes, digest = _parse_entry(self._read(f"{number}/packet/{slot}/{replica}"))
         if not digest:
             raise CompressionError("not all of it is in the store")
         return nbytes, digest
@@ -227,7 +227,7 @@ class Board(Keys):
         if (text := self._read(key)) is None:
             return
         try:
-            nbytes, _ = _parse_size(text)
+            nbytes, _ = _parse_entry(text)
         except CompressionError:  # a stranger wrote it
             nbytes = LARGEST
         for start in range(0, nbytes, CHUNK):
@@ -458,8 +458,12 @@ def _is_pair(value: object) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(type(each) is int for each in value)
 
 
-def _parse_size(text: str | None) -> tuple[int, str]:
-    """Return bytes and digest of a packet; no digest while it is written."""
+def _parse_entry(text: str | None) -> tuple[int, str]:
+    """Return bytes and digest of a packet; the digest is "" while the packet is written.
+
+    Raises:
+        CompressionError: the packet is not there, or its entry is damaged.
+    """
     if text is None:
         raise CompressionError("it is not in the store")
     nbytes, digest = (*parse(text, list), None, None)[:2]

@@ -94,6 +94,7 @@ class Join:
         return anchor, position
 
     def _connect(self, address: str, *known: Any) -> Worker:
+        """Return a worker with all connections of this rank, of which those in `known` are there."""
         count = 1 + (self._connections if self._connections > 1 else 0)
         more = (connect(address) for _ in range(count - len(known)))
         return Worker(self._launch, self._options, *known, *more)

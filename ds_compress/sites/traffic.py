@@ -40,8 +40,8 @@ from ds_compress.transport.collectives import lowest
 ANSWER_S = 5.0
 """Seconds for which training waits for a store that does not answer."""
 STORE_CONNECTIONS = 4
-"""To the store, with `"connections": "auto"`. One is slower even where nothing is lost, see
-docs/several-sites.md."""
+"""What `"connections": "auto"` means for the store. A single one reads more slowly on every far link
+(docs/several-sites.md)."""
 FAILED, LATE, HERE = range(3)
 """What an exchange has come to on a rank."""
 STATE = 2**16

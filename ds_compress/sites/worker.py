@@ -35,8 +35,8 @@ class Worker:
         weakref.finalize(self, _end, self.rounds, self._tasks, thread)
 
     def silence(self) -> float:
-        """Return for how many seconds the store has not answered; 0 if nothing was asked. A chunk takes so
-        many times as long as others share the link."""
+        """Return for how many seconds the store has not answered; 0 if nothing was asked. Chunks that
+        cross side by side share the link: the wait for one of N counts as an N-th."""
         own, *further = (store.silence() for store in self._stores)
         return max([own, *(each / len(further) for each in further)])
 

@@ -37,8 +37,8 @@ def main() -> None:
         store.set("begin", "")
         store.wait(["end"], PATIENCE)
         return
-    count = 1 + max(args.connections)
-    stores = [TCPStore(host, PORT, is_master=False, timeout=PATIENCE) for _ in range(count)]
+    needed = 1 + max(args.connections)
+    stores = [TCPStore(host, PORT, is_master=False, timeout=PATIENCE) for _ in range(needed)]
     stores[0].wait(["begin"], PATIENCE)
     seconds = {count: list[tuple[float, float]]() for count in args.connections}
     for turn in range(args.turns):

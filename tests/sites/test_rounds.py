@@ -423,6 +423,7 @@ def test_a_connection_that_is_cut_announces_nothing(store, monkeypatch):
     board = Board(client_of(store), further=[client_of(store), Cut()])
     with pytest.raises(RuntimeError, match="was cut"):
         board.put_packet(0, 0, 1, packet)
+    board.await_answer()
     with pytest.raises(CompressionError, match="not all of it is in the store"):
         reader.packet(0, 0, 1)
     with pytest.raises(RuntimeError, match="was cut"):
@@ -469,10 +470,11 @@ def test_who_moves_chunks_tends_and_gives_up_a_silent_connection(store, monkeypa
             tended.append("")
             board.ship(2, 0, packet.split(100)[:2], Shipment(200, Position(0, "first"), 2))
 
-    board, packet = None, torch.zeros(1000, dtype=torch.uint8)
+    packet = torch.zeros(1000, dtype=torch.uint8)
     board = Board(client_of(store), tend, [Silent(store)])
     with pytest.raises(CompressionError, match="is silent"):
         board.put_packet(0, 0, 1, packet)
+    board.await_answer()
     assert Board(client_of(store)).shipment(2, 0).sent == 2
     with pytest.raises(RuntimeError, match="is silent"):
         board.put_packet(1, 0, 1, packet)
