@@ -15,6 +15,7 @@ from ds_compress.registry import Options, Steps
 
 KEY = "ds_compress"
 DIRECTIONS = ("forward", "backward")
+MOST_CONNECTIONS = 64
 
 
 NUMBER = "0|[1-9][0-9]{0,4}"
@@ -62,16 +63,16 @@ class LinkOptions(Options):
     the first steps are measured, then the smallest depth is chosen whose predicted step is nearly the fastest
     within `memory_gb`; 1 where the link is fast. A depth over 1 needs the eager link. Schedules other than
     DeepSpeed's own, such as DualPipeV's, ignore it."""
-    connections: Annotated[int, Field(ge=1, le=16)] | Literal["auto"] = 1
+    connections: Annotated[int, Field(ge=1, le=MOST_CONNECTIONS)] | Literal["auto"] = 1
     """TCP connections of each direction of a boundary, and of exchanges of gradients, between replicas or of
     tied weights: a packet of 64 KiB or more is sent in as many parts, one over each: for links that lose
     packets, on which one connection is slow. On others it may cost some percent. Packets and results are the
-    same. "auto": before the first step, and after a checkpoint was loaded, links are probed with 1, 4 and 16,
-    as long as more are faster; the job uses the smallest number with which its slowest link has nearly the
-    best rate: 1 where neither lost packets nor socket buffers limit one. It needs the eager link; over NCCL,
-    which opens connections of its own, and under DualPipeV it has no effect, nor has "auto" with dynamic
-    shapes. Sums of factors (codec lowrank) have one. To the store of several sites, each rank has
-    as many more, with "auto" 4; whatever the backend."""
+    same. "auto": before the first step, and after a checkpoint was loaded, links are probed with 1, 4, 16 and
+    64, until two in a row are not faster; the job uses the smallest number with which its slowest link has
+    nearly the best rate: 1 where neither lost packets nor socket buffers limit one. It needs the eager link;
+    over NCCL, which opens connections of its own, and under DualPipeV it has no effect, nor has "auto" with
+    dynamic shapes. Sums of factors (codec lowrank) have one. To the store of several sites, each rank has as
+    many more, with "auto" 4; whatever the backend."""
     memory_gb: float | None = Field(default=None, gt=0, le=1e6)
     """With depth "auto": GB (10^9 bytes) that activations and packets in flight may take on a stage. null: on
     a GPU, what is free after the first steps less a tenth of its memory; on a CPU, an equal share per rank of

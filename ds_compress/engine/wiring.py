@@ -4,14 +4,11 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import distributed as dist
-
 from ds_compress.config import DIRECTIONS
 from ds_compress.engine.intercept import ShapeLinks
 from ds_compress.engine.stage import Instruction, Stage
 from ds_compress.message.channel import Channel
-from ds_compress.transport.collectives import all_gather
+from ds_compress.transport.connections import connect
 from ds_compress.transport.p2p import (
     EagerReceiver,
     EagerSender,
@@ -20,7 +17,6 @@ from ds_compress.transport.p2p import (
     Receiver,
     Sender,
     channel_groups,
-    connection_groups,
 )
 from ds_compress.transport.staging import receives_hold_device
 from ds_compress.transport.streams import CodecStream, codec_stream_for
@@ -104,23 +100,18 @@ def set_connections(stage: Stage, engine: Any, number: int) -> None:
     """
     if stage.config.block.link.mode != "eager" or receives_hold_device(engine.device):
         return
-    links: dict[str, dict[int, Sender | Receiver]] = {}
+    links = {}
     for end in stage.ends:
         direction, parity = end.channel.direction, end.channel.boundary.number % 2
-        links.setdefault(direction, {})[parity] = end.link
+        links[parity, direction] = end.link
         if direction in stage.extra_groups:
-            links.setdefault(f"{direction}{EXTRA}", {})[parity] = end.extra_link
-    there = {use: len(next(iter(own.values())).groups) for use, own in links.items()}
-    neighbours = _neighbours(stage, engine) if number > min(there.values(), default=number) else []
-    for use in sorted(links):  # in the same order on every rank
-        more, seconds = number - there[use], stage.config.block.link.timeout_s
-        added = connection_groups(neighbours, more, seconds) if more > 0 else {}
-        for parity, link in links[use].items():
-            for unused in link.groups[number:]:
-                stage.groups.remove(unused)
-                dist.destroy_process_group(unused)
-            link.groups = [*link.groups[:number], *added.get(parity, ())]
-            stage.groups += added.get(parity, ())
+            links[parity, f"{direction}{EXTRA}"] = end.extra_link
+    in_order = [links[use] for use in sorted(links)]  # alike on every rank
+    wanted = [
+        (sorted([engine.global_rank, link.peer]), max(0, number - len(link.groups))) for link in in_order
+    ]
+    for link, more in zip(in_order, connect(wanted, stage.config.block.link.timeout_s)):
+        link.groups = [*link.groups[:number], *more]
     for each in stage.exchange_connections:
         each.set_number(number)
     stage.connections = number
@@ -136,17 +127,9 @@ def connect_sets(
         sends_packets: over as many connections as channels have; sums have one.
     """
     seconds = stage.config.block.link.timeout_s
-    connections = ExchangeConnections(sets, exchanged, seconds, stage.groups)
+    connections = ExchangeConnections(sets, exchanged, seconds)
+    stage.groups += connections.groups
     if sends_packets:
         connections.set_number(stage.connections)
         stage.exchange_connections.append(connections)
     return connections
-
-
-def _neighbours(stage: Stage, engine: Any) -> list[tuple[int, int, int]]:
-    """Return (boundary, rank before it, rank after it) of all boundaries of the job, gathered from all ranks,
-    as grids differ."""
-    after = engine.grid.stage_to_global(engine.next_stage) if stage.after else -1
-    mine = torch.tensor([engine.stage_id, engine.global_rank, after], dtype=torch.int64, device=engine.device)
-    found = [tuple(row.tolist()) for row in all_gather(mine)]
-    return [(number, rank, after) for number, rank, after in found if after >= 0]

@@ -68,7 +68,8 @@ class Replicas:
     size: int
     rank: int
     groups: Sequence[Any] = (None,)
-    """Process groups in which nothing else is sent, one for each connection; sums use the first alone."""
+    """The process group of the first connection, in which nothing else is sent, and more connections; sums
+    use the first alone."""
     stage: int = 0  # of the pipeline
     content: str = "gradients"  # of what they exchange, for lines to the user
     between: str = "replicas"
@@ -112,12 +113,11 @@ class Replicas:
         return Started(self, arrived, [(None, work)])
 
     def _start_for_all(self, packets: Tensor, arrived: Tensor) -> Works:
-        parts_of_all = parts.cut(arrived.view(self.size, packets.numel()), len(self.groups))
         own_parts = parts.cut(packets, len(self.groups))
-        return [
-            (None, dist.all_gather(list(part_of_all), own, group=group, async_op=True))
-            for part_of_all, own, group in zip(parts_of_all, own_parts, self.groups)
-        ]
+        parts_of_all = map(list, parts.cut(arrived.view(self.size, packets.numel()), len(self.groups)))
+        first = dist.all_gather(next(parts_of_all), own_parts[0], group=self.groups[0], async_op=True)
+        others = zip(self.groups[1:], parts_of_all, own_parts[1:])
+        return [(None, first), *((None, each.all_gather(of_all, own)) for each, of_all, own in others)]
 
     def _start_for_each(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Works:
         incoming[self.rank].copy_(outgoing[self.rank])

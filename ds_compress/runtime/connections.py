@@ -2,9 +2,9 @@
 
 A TCP connection needs round trips to recover from a lost packet, so several together are faster; a slow link
 without loss carries the same with any number. Before the first training step, and after a checkpoint was
-loaded, ranks probe their links, to neighbours and to the replicas before and after, with 1, 4 and 16
-connections, as long as more are faster. One collective for each number gives the rates to all ranks, and each
-makes the same choice.
+loaded, ranks probe their links, to neighbours and to the replicas before and after, with 1, 4, 16 and 64
+connections, until two in a row are not faster: one may have lost more packets by chance. One collective for
+each number gives the rates to all ranks, and each makes the same choice.
 """
 
 import math
@@ -20,7 +20,7 @@ from ds_compress.transport.p2p import EagerReceiver, EagerSender
 from ds_compress.transport.probe import NEAR, SEGMENT, message_rate, probe
 from ds_compress.transport.staging import receives_hold_device
 
-NUMBERS = (1, 4, 16)
+NUMBERS = (1, 4, 16, 64)
 CLOSE = 0.9
 """Share of the best rate with which fewer connections are chosen."""
 WINDOW = 4 * SEGMENT
@@ -58,7 +58,8 @@ class ConnectionsController(RuntimePart):
             if slowest and not math.isfinite(row["rate"]):  # the link is just as far as `NEAR`
                 break
             slowest[number] = row
-            if choose(slowest) < number or not may_lose(slowest[1]):
+            tried = list(slowest)
+            if choose(slowest) not in tried[-2:] or not may_lose(slowest[1]):
                 break
         self._set(stage, engine, choose(slowest))
         if engine.global_rank == 0:

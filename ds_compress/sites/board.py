@@ -49,9 +49,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ds_compress.config.block import MOST_CONNECTIONS
 from ds_compress.errors import CompressionError, in_one_line, shown
 from ds_compress.sites.keys import PREFIX, Keys
-from ds_compress.sites.moves import MOST, ChunkMover
+from ds_compress.sites.moves import ChunkMover
 
 CHUNK = 4 << 20
 """Bytes of a value; a TCPStore takes 8 MiB at most."""
@@ -232,7 +233,7 @@ class Board(Keys):
             nbytes = LARGEST
         for start in range(0, nbytes, CHUNK):
             lacking = 0 if self._delete(f"{key}/{start}") else lacking + 1
-            if lacking > MOST:  # so many may have been under way when its sender died
+            if lacking > MOST_CONNECTIONS:  # so many may have been under way when its sender died
                 break
         self._delete(key)
 

@@ -14,9 +14,6 @@ from ds_compress.errors import CompressionError
 from ds_compress.sites.keys import Keys
 from ds_compress.sites.store import run_in_thread
 
-MOST = 16
-"""Chunks under way at once: `"connections"` are at most so many."""
-
 LOOK_S = 0.05
 """Seconds between two looks at what is under way."""
 

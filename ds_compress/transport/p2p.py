@@ -26,6 +26,7 @@ from torch.distributed import DistError, Work
 
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.memory import is_out_of_memory
+from ds_compress.transport.connections import connect
 from ds_compress.transport.packet import Packet
 from ds_compress.transport.parts import Parts
 from ds_compress.transport.staging import Staged, receives_hold_device, transport_for
@@ -114,8 +115,8 @@ class Endpoint:
     """Global rank of the other end."""
     device: torch.device
     groups: Sequence[Any] = (None,)
-    """Process groups, one for each connection (`channel_groups`, `connection_groups`); None is the default
-    one."""
+    """The process group of the first connection (`channel_groups`), None for the default one, and more
+    connections (`connect`)."""
     timeout: PeerTimeout = PeerTimeout()
     depth: int = 1
     """Depth of the schedule that an eager end supports."""
@@ -306,58 +307,31 @@ def channel_groups(
     }
 
 
-def connection_groups(sets: Sequence[tuple[int, ...]], number: int, seconds: float) -> dict[int, list[Any]]:
-    """Create `number` process groups of the ranks of each of the `sets`. Return those of this rank, by
-    boundary % 2.
-
-    gloo connects every two ranks of a group, so a group of every rank would take a socket for each rank of
-    the job. All ranks name all sets, as torch counts groups, but only those of a set wait for each other.
-    (`use_local_synchronization` names a group by how many its ranks have; stages have different numbers.)
-
-    Args:
-        sets: (boundary, ranks...), of the whole job; (0, ranks...) of sets that are at no boundary. Every
-            rank passes the same.
-        seconds: after which a transfer is given up.
-    """
-    rank, limit = dist.get_rank(), timedelta(seconds=seconds)
-    groups: dict[int, list[Any]] = {}
-    for boundary, *ranks in sorted(sets, key=lambda each: each[0] % 2):
-        made = [dist.new_group(ranks, timeout=limit) for _ in range(number)]
-        if rank in ranks:
-            groups[boundary % 2] = made
-    return groups
-
-
 class ExchangeConnections:
     """The connections between the ranks of each of some sets. Every rank of the job has one, and calls
     `set_number` alike; its groups are those of the set that this rank is in."""
 
-    def __init__(self, sets: Sequence[Sequence[int]], exchanged: str, seconds: float, used: list[Any]):
+    def __init__(self, sets: Sequence[Sequence[int]], exchanged: str, seconds: float):
         """
         Args:
             sets: ranks in ascending order. A rank is in at most one.
             exchanged: what the ranks send each other, for errors.
             seconds: after which a transfer is given up.
-            used: process groups in use, to which its own are added.
         """
-        self.groups: list[Any] = []
-        self.ranks = next((ranks for ranks in sets if dist.get_rank() in ranks), ())
-        self._sets = [(0, *ranks) for ranks in sets]
         self.timeout = PeerTimeout(exchanged, seconds)
-        self._used = used
-        self._number = 0
-        self.set_number(1)
+        self.groups: list[Any] = []
+        """The process group of the first connection, and more connections."""
+        self.ranks: Sequence[int] = ()
+        for ranks in sets:  # all ranks of the job make the groups of all sets, as torch counts them
+            group = dist.new_group(list(ranks), timeout=timedelta(seconds=seconds))
+            if dist.get_rank() in ranks:
+                self.ranks, self.groups = ranks, [group]
 
     def set_number(self, number: int) -> None:
         """Have so many from the next packet on; none is in flight."""
-        more, self._number = number - self._number, number
-        for unused in self.groups[number:]:
-            self._used.remove(unused)
-            dist.destroy_process_group(unused)
-        del self.groups[number:]
-        added = connection_groups(self._sets, more, self.timeout.seconds).get(0, []) if more > 0 else []
-        self.groups += added
-        self._used += added
+        if self.ranks:
+            more = connect([(self.ranks, max(0, number - len(self.groups)))], self.timeout.seconds)
+            self.groups[number:] = more[0]
 
     def links(self, device: torch.device) -> Iterator[tuple[EagerSender, EagerReceiver, bool]]:
         """Yield ends to the ranks before and after this one in its set, and whether this one is the first of

@@ -1,12 +1,13 @@
 """Send and receive packets, the large ones in parts, each over a TCP connection of its own.
 
-gloo opens one connection between two ranks of a process group, so part i of a packet goes over group i. Both
-sides know the size of a packet before it comes, so they know its parts, too. Parts arrive in any order, each
-in its place; within a group the packets of a channel keep their order.
+gloo opens one connection between two ranks of a process group, so part i of a packet goes over group i: the
+first one is torch.distributed's, the others are `Connection`s. Both sides know the size of a packet before it
+comes, so they know its parts, too. Parts arrive in any order, each in its place; within a group the packets
+of a channel keep their order.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch import distributed as dist
 from torch.distributed import Work
 
 WHOLE = 1 << 16
-"""Bytes of the smallest packet that is split; a smaller one goes over the first connection."""
+"""Bytes of the smallest packet that is split, in parts of at least a sixteenth of that; a smaller one goes
+over the first connection."""
 ALIGNMENT = 64
 """Bytes of which the size of each part but the last is a multiple."""
 SHORTEST = timedelta(milliseconds=1)
@@ -37,24 +39,25 @@ class Parts:
 
 def isend(packet: Tensor, peer: int, groups: Sequence[Any]) -> Work | Parts:
     """Start to send `packet`, uint8 [bytes], over `groups` to the global rank `peer`."""
-    return _start(dist.isend, packet, peer, groups)
+    return _start("isend", packet, peer, groups)
 
 
 def irecv(packet: Tensor, peer: int, groups: Sequence[Any]) -> Work | Parts:
     """Start to receive into `packet`, uint8 [bytes], over `groups` from the global rank `peer`."""
-    return _start(dist.irecv, packet, peer, groups)
+    return _start("irecv", packet, peer, groups)
 
 
-def _start(transfer: Callable[..., Any], packet: Tensor, peer: int, groups: Sequence[Any]) -> Work | Parts:
-    works = [transfer(p, peer, group=group) for p, group in zip(cut(packet, len(groups)), groups)]
-    whole: Work = works[0]
-    return Parts(works) if len(works) > 1 else whole
+def _start(transfer: str, packet: Tensor, peer: int, groups: Sequence[Any]) -> Work | Parts:
+    first, *others = cut(packet, len(groups))
+    whole: Work = getattr(dist, transfer)(first, peer, group=groups[0])
+    works = [getattr(each, transfer)(part, peer) for part, each in zip(others, groups[1:])]
+    return Parts([whole, *works]) if works else whole
 
 
 def cut(packet: Tensor, connections: int) -> Sequence[Tensor]:
-    """Return views of the parts of `packet`, uint8 [..., bytes], one for each of so many connections; a small
-    packet is one part."""
+    """Return views of the parts of `packet`, uint8 [..., bytes], at most one for each of so many connections;
+    a small packet is one part."""
     nbytes = packet.shape[-1]
     if connections == 1 or nbytes < WHOLE:
         return [packet]
-    return packet.split(-(-nbytes // (connections * ALIGNMENT)) * ALIGNMENT, -1)
+    return packet.split(max(WHOLE >> 4, -(-nbytes // (connections * ALIGNMENT)) * ALIGNMENT), -1)

@@ -26,6 +26,7 @@ BLOCKS = {
     "blocking": {"link": {"mode": "blocking"}},
     "eager": {"link": {"mode": "eager"}},
     "second packets": {"forward": LOSSLESS, "backward": LOSSLESS},
+    "connections": {"link": {"connections": 3}},
 }
 
 

@@ -19,6 +19,7 @@ from tests.support.pipeline import batches, build, ds_config, printed_lines
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
 from tests.support.replicas import KINDS, WIDE, assert_alike, digest, train_replicas, wide_layers
+from tests.transport.transfers import count_transfers
 
 CONNECTIONS = 3
 FOUR_BITS = {"codec": {"name": "quantize", "bits": 4}, "feedback": "ef"}
@@ -26,15 +27,10 @@ SEVERAL = {"link": {"connections": CONNECTIONS}}
 
 
 def train_and_count(*args):
-    """What `train_replicas` returns, and how many transfers start in each process group, by its number."""
-    transfers = Counter()
-
-    def counted(packet, peer, group):
-        transfers[group] += 1
-        return dist.isend(packet, peer, group=group)
-
-    parts.dist = SimpleNamespace(isend=counted, irecv=dist.irecv)
-    return train_replicas(*args), sorted(transfers.values())
+    """What `train_replicas` returns, and how many transfers start over each connection."""
+    transfers = count_transfers()
+    result = train_replicas(*args)
+    return result, sorted(Counter(group for kind, group in transfers if kind == "isend").values())
 
 
 CASES = {
@@ -75,8 +71,7 @@ def test_several_connections_change_no_bit(name, monkeypatch):
 
 
 def choose():
-    """Connections of a stage that has no channels, of its exchange, its groups, what was probed, weights, and
-    lines."""
+    """Connections of a stage that has no channels, of its exchange, what was probed, weights, and lines."""
     probed = []
 
     def probe(sender, receiver, first, rate):
@@ -93,16 +88,15 @@ def choose():
             engine.train_batch(data)
     stage = engine.ds_compress.stage
     (own,) = stage.exchange_connections
-    return stage.connections, len(own.groups), len(stage.groups), probed, digest(engine), lines
+    return stage.connections, len(own.groups), probed, digest(engine), lines
 
 
 def test_auto_probes_the_links_to_replicas():
     """It knew only those between stages, of which there may be none, or others than the slow ones."""
     results = run_ranks(3, choose)
-    for number, groups, kept, *_ in results:
-        assert number == groups == kept == 4
-    one, four, sixteen = ([(number, first) for first in (False, True)] for number in (1, 4, 16))
-    assert results[1][3] == one + four + sixteen and results[0][3] == [one[1], four[1], sixteen[1]]
+    assert {result[:2] for result in results} == {(4, 4)}
+    between = [(number, first) for number in (1, 4, 16, 64) for first in (False, True)]
+    assert results[1][2] == between and results[0][2] == between[1::2]
     assert len({own for *_, own, _ in results}) == 1
     assert "link connections 4 chosen: slowest link, Mbit/s: 8 with 1, 32 with 4" in results[0][-1][0]
 
@@ -134,7 +128,7 @@ def test_auto_chooses_nothing_where_no_packet_is_sent(recipe):
 def probe_links(sets):
     """The peers of this rank in its set, in the order in which it probes them, and a byte from each."""
     found = []
-    for sender, receiver, first in ExchangeConnections(sets, "bytes", 60, []).links(torch.device("cpu")):
+    for sender, receiver, first in ExchangeConnections(sets, "bytes", 60).links(torch.device("cpu")):
         packet = sender.memory(1)
         packet.memory.fill_(dist.get_rank())
         sender.send(packet)
@@ -152,16 +146,15 @@ def test_no_rank_waits_for_another_in_sets_of_any_size():
 
 def failing(how, number):
     """What rank 0 is told when rank 1 dies or is silent while connection `number` lacks its part."""
-    connections = ExchangeConnections([(0, 1, 2)], "gradients between replicas", 600, [])
+    connections = ExchangeConnections([(0, 1, 2)], "gradients between replicas", 600)
     connections.set_number(CONNECTIONS)
     replicas, packets = Replicas.over(connections, 0), torch.ones(1 << 20, dtype=torch.uint8)
     dist.barrier()
     if dist.get_rank() == 1:
-        never = connections.groups[number]
-        parts.dist = SimpleNamespace(
-            isend=lambda part, peer, group: None if group is never else dist.isend(part, peer, group=group),
-            irecv=dist.irecv,
-        )
+        never = connections.groups[number] if number else SimpleNamespace(irecv=dist.irecv)
+        never.isend = lambda *args, **options: None
+        if number == 0:
+            parts.dist = never
     started = replicas.start(Transfer(torch.cat([packets] * 3), [packets.numel()] * 3))
     store, rank = _get_default_store(), dist.get_rank()
     if rank == 1:

@@ -1,6 +1,7 @@
 """`"connections": "auto"`: chosen from what the links give, alike on all ranks; results stay as they are."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ LOSSLESS = {direction: {"codec": "lossless"} for direction in ("forward", "backw
 
 def rows(trip, *rates):
     """Of the slowest link, by number of connections; `rates` in MB/s."""
-    return {n: {"rate": 1e6 * rate, "round trip": trip} for n, rate in zip((1, 4, 16), rates)}
+    return {n: {"rate": 1e6 * rate, "round trip": trip} for n, rate in zip(connections.NUMBERS, rates)}
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,19 @@ def test_a_link_with_little_in_flight_is_slow_by_itself():
         "ds_compress: link connections 1 chosen: slowest link, Mbit/s: 0.192 with 1; 80 ms there and back: "
         "the link is the limit, not lost packets"
     )
+
+
+def test_one_number_that_was_unlucky_ends_nothing(monkeypatch):
+    """At .05 % lost, 4 was chosen by 42.6, 48.2 and 34.1 Mbit/s with 1, 4 and 16; 64 gave 102."""
+    given = iter(rows(FAR, 5.3, 6, 4.3, 12.8).values())
+    probed = []
+    monkeypatch.setattr(connections, "_probe", lambda stage, device: next(given))
+    monkeypatch.setattr(connections, "gather", lambda row, device: [row])
+    stage = SimpleNamespace(ends=[], exchange_connections=[None])
+    engine = SimpleNamespace(device=torch.device("cpu"), dynamic_shape=False, global_rank=1)
+    controller = connections.ConnectionsController(lambda stage, engine, number: probed.append(number))
+    controller.begin_step(SimpleNamespace(stage=stage, engine=engine))
+    assert probed == [1, 4, 16, 64, 64]
 
 
 def test_what_each_number_gave_is_reported():
@@ -78,9 +92,8 @@ def simulate_loss(best):
 
 
 def in_use(engine):
-    """The connections of all links of this rank, and its groups beside those of every rank."""
-    stage, of_all = engine.ds_compress.stage, 2 * min(engine.num_stages - 1, 2)
-    return {len(end.link.groups) for end in stage.ends}, len(stage.groups) - of_all
+    """The connections of all links of this rank."""
+    return {len(end.link.groups) for end in engine.ds_compress.stage.ends}
 
 
 def trained(stages, block, best, folder=None, steps=4):
@@ -103,21 +116,23 @@ def trained(stages, block, best, folder=None, steps=4):
             simulate_loss(1)
             engine.load_checkpoint(folder)
             engine.train_batch(data)
-            assert in_use(engine)[0] == {1}, "it is chosen anew"
+            assert in_use(engine) == {1}, "it is chosen anew"
     return losses, own, found, seen, lines, link
 
 
-@pytest.mark.parametrize("stages, ranks, best, chosen", [(2, 4, 4.2, 4), (3, 3, 5, 16)])
-def test_ranks_choose_alike_and_none_equals_stock(stages, ranks, best, chosen, tmp_path):
+@pytest.mark.parametrize(
+    "stages, ranks, best, chosen, tried",
+    [(2, 4, 1, 1, [1, 4, 16]), (2, 4, 4.2, 4, [1, 4, 16, 64]), (3, 3, 40, 64, [1, 4, 16, 64])],
+)
+def test_ranks_choose_alike_and_none_equals_stock(stages, ranks, best, chosen, tried, tmp_path):
     stock = run_ranks(ranks, train, stages, ds_config(replicas=ranks // stages))
     ours = run_ranks(ranks, trained, stages, AUTO, best, str(tmp_path))
-    for theirs, (losses, own, (numbers, more), probed, _, link) in zip(stock, ours):
-        boundaries = len(probed) // 3
+    for theirs, (losses, own, numbers, probed, _, link) in zip(stock, ours):
         assert losses == theirs["losses"] and same_weights(own, theirs["weights"])
-        assert probed == [number for number in (1, 4, 16) for _ in range(boundaries)]
-        assert numbers == {chosen} and more == 2 * boundaries * (chosen - 1)
-        assert f", {chosen} connections" in link
-    assert f"link connections {chosen} chosen: slowest link, Mbit/s: 8 with 1, 32 with 4" in ours[0][4][0]
+        assert sorted(set(probed)) == tried and numbers == {chosen}
+        assert probed == [number for number in tried for _ in range(len(probed) // len(tried))]
+        assert (f", {chosen} connections" in link) == (chosen > 1)
+    assert f"link connections {chosen} chosen: slowest link, Mbit/s: 8 with 1" in ours[0][4][0]
     assert not any(lines for *_, lines, _ in ours[1:])
 
 
@@ -149,8 +164,8 @@ def extended():
 
 def test_depth_auto_is_measured_over_the_number_chosen():
     block = {"link": {"connections": "auto", "depth": "auto", "memory_gb": 1}}
-    for *_, (numbers, _), probed, _, link in run_ranks(2, trained, 2, block, 4.2):
-        assert probed == [1, 4, 16, 4] and numbers == {4} and ", depth auto" in link
+    for *_, numbers, probed, _, link in run_ranks(2, trained, 2, block, 4.2):
+        assert probed == [1, 4, 16, 64, 4] and numbers == {4} and ", depth auto" in link
 
 
 def test_dynamic_shapes_stay_at_one():
@@ -176,4 +191,4 @@ def test_links_of_one_machine_get_one(monkeypatch):
     """Really probed; on a busy machine even they may seem far."""
     monkeypatch.setattr(probe, "NEAR", 10.0)
     (found, lines), (same, _) = run_ranks(2, near)
-    assert found == same == ({1}, 0) and "link connections 1 chosen: links take at most" in lines[0]
+    assert found == same == {1} and "link connections 1 chosen: links take at most" in lines[0]

@@ -19,52 +19,57 @@ from torch import distributed as dist
 from ds_compress.engine import attach, wiring
 from ds_compress.runtime import connections
 from ds_compress.transport import parts
-from ds_compress.transport.p2p import (
-    EagerReceiver,
-    EagerSender,
-    PeerTimeout,
-    channel_groups,
-    connection_groups,
-)
+from ds_compress.transport.connections import AT_ONCE, connect
+from ds_compress.transport.p2p import EagerReceiver, EagerSender, PeerTimeout, channel_groups
 from tests.support.network import eventually
 from tests.support.pipeline import batches, build, ds_config, same_weights
 from tests.support.pipeline_kinds import KINDS, train_all
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
 from tests.transport.streams import install
+from tests.transport.transfers import count_transfers
 
 CPU = torch.device("cpu")
 CONNECTIONS = 3
 SIZES = [1, 63, 64, 65, 191, 192, 193, 1000, 4096, 5003]
 
 
-def started(monkeypatch, nbytes, groups):
-    """(group, first byte, bytes) of each transfer of a packet, in the order in which they start."""
+class Recorded:
+    """A connection that notes what it is asked to receive."""
+
+    def __init__(self, name, found):
+        self.name, self.found = name, found
+
+    def irecv(self, memory, peer):
+        self.found.append((self.name, memory))
+
+
+def started(monkeypatch, nbytes, connections):
+    """(connection, first byte, bytes) of each transfer of a packet, in the order in which they start."""
     found, packet = [], torch.zeros(nbytes, dtype=torch.uint8)
-
-    def irecv(memory, peer, group):
-        assert memory.untyped_storage().data_ptr() == packet.data_ptr()  # in place
-        found.append((group, memory.storage_offset(), memory.numel()))
-
-    monkeypatch.setattr(parts, "dist", SimpleNamespace(irecv=irecv, isend=None))
-    parts.irecv(packet, 1, groups)
-    return found
+    first, *others = [Recorded(name, found) for name in range(connections)]
+    of_group = SimpleNamespace(irecv=lambda memory, peer, group: group.irecv(memory, peer))
+    monkeypatch.setattr(parts, "dist", of_group)
+    parts.irecv(packet, 1, [first, *others])
+    assert {memory.untyped_storage().data_ptr() for _, memory in found} == {packet.data_ptr()}  # in place
+    return [(name, memory.storage_offset(), memory.numel()) for name, memory in found]
 
 
 @pytest.mark.parametrize("nbytes", [parts.WHOLE, parts.WHOLE + 1, 1_000_003])
-@pytest.mark.parametrize("connections", range(2, 17))
+@pytest.mark.parametrize("connections", [*range(2, 17), 64])
 def test_the_parts_of_a_packet_are_the_packet(nbytes, connections, monkeypatch):
-    found = started(monkeypatch, nbytes, range(connections))
-    assert [group for group, *_ in found] == list(range(connections))
+    found = started(monkeypatch, nbytes, connections)
+    assert [name for name, *_ in found] == list(range(min(connections, -(-nbytes * 16 // parts.WHOLE))))
     ends = [first + size for _, first, size in found]
     assert [first for _, first, _ in found] == [0, *ends[:-1]] and ends[-1] == nbytes
     sizes = [size for *_, size in found]
-    assert len(set(sizes[:-1])) == 1 and sizes[0] % parts.ALIGNMENT == 0 and 0 < sizes[-1] <= sizes[0]
+    assert len(set(sizes[:-1])) == 1 and sizes[0] % parts.ALIGNMENT == 0
+    assert 0 < sizes[-1] <= sizes[0] >= parts.WHOLE // 16
 
 
 def test_a_small_packet_stays_whole(monkeypatch):
-    assert started(monkeypatch, parts.WHOLE - 1, "abc") == [("a", 0, parts.WHOLE - 1)]
-    assert started(monkeypatch, 1 << 20, "a") == [("a", 0, 1 << 20)]
+    assert started(monkeypatch, parts.WHOLE - 1, 3) == [(0, 0, parts.WHOLE - 1)]
+    assert started(monkeypatch, 1 << 20, 1) == [(0, 0, 1 << 20)]
 
 
 def test_the_time_out_is_that_of_all_parts_together(monkeypatch):
@@ -79,35 +84,45 @@ def test_the_time_out_is_that_of_all_parts_together(monkeypatch):
     assert given == [timedelta(seconds=0.08), timedelta(seconds=0.03), parts.SHORTEST]
 
 
-def shuffle_parts():
-    """Let the transfers of each group start in a thread of its own, each after a random pause."""
-    pauses, threads, isend = random.Random(5), {}, dist.isend
+def shuffle_parts(groups):
+    """Let the transfers of each of `groups` start in a thread of its own, each after a random pause."""
+    pauses = random.Random(5)
 
-    def later(packet, peer, group):
-        thread = threads.setdefault(group, ThreadPoolExecutor(1))
-        pause = 0.002 * pauses.random() if pauses.random() < 0.05 else 0
+    def late(isend):
+        thread = ThreadPoolExecutor(1)
 
-        def run():
+        def run(pause, *args, **options):
             time.sleep(pause)
-            return isend(packet, peer, group=group)
+            return isend(*args, **options)
 
-        work = thread.submit(run)
-        return SimpleNamespace(wait=lambda timeout: work.result().wait(timeout))
+        def later(*args, **options):
+            pause = 0.002 * pauses.random() if pauses.random() < 0.05 else 0
+            work = thread.submit(run, pause, *args, **options)
+            return SimpleNamespace(wait=lambda timeout: work.result().wait(timeout))
 
-    parts.dist = SimpleNamespace(isend=later, irecv=dist.irecv)
+        return later
+
+    parts.dist = SimpleNamespace(isend=late(dist.isend), irecv=dist.irecv)
+    for group in groups[1:]:
+        group.isend = late(group.isend)
+
+
+def connected(number):
+    """So many connections between two ranks."""
+    return [*channel_groups(1)[0, "forward"], *connect([((0, 1), number - 1)], seconds=600)[0]]
 
 
 def messages(count, depth, staged):
     """Rank 0 sends packets of many sizes, their parts in any order; rank 1 returns those that came wrong."""
     if staged:
         install(staged=True)
-    groups, rank = connection_groups([(0, 0, 1)], CONNECTIONS, seconds=600)[0], dist.get_rank()
+    groups, rank = connected(CONNECTIONS), dist.get_rank()
     sizes = [random.Random(n // 10).choice(SIZES) for n in range(count)]  # ten of a size, then another
     content = torch.arange(max(SIZES), dtype=torch.int64)
     wrong = []
     if rank == 0:
         if not staged:
-            shuffle_parts()
+            shuffle_parts(groups)
         sender = EagerSender(1, CPU, groups, depth=depth)
         for number, size in enumerate(sizes):
             packet = sender.memory(size)
@@ -148,22 +163,23 @@ def sockets():
 def failing(how, number, folder):
     """Rank 0 writes what it is told when connection `number` is cut, or when rank 1 dies or stops, while the
     parts of a packet are under way."""
-    rank, connections = dist.get_rank(), [channel_groups(1)[0, "forward"][0] for _ in range(number)]
-    before = sockets()
-    connections.append(channel_groups(1)[0, "forward"][0])
-    last = sockets() - before
-    connections += [channel_groups(1)[0, "forward"][0] for _ in range(CONNECTIONS - 1 - number)]
+    rank, connections = dist.get_rank(), []
+    for each in range(CONNECTIONS):
+        before = sockets()
+        connections += connect([((0, 1), 1)], seconds=600)[0] if each else channel_groups(1)[0, "forward"]
+        if each == number:
+            opened = sockets() - before
     packet, message = torch.zeros(1 << 22, dtype=torch.uint8), folder / "message"
     if rank == 1:
-        never = connections[number]
-        parts.dist = SimpleNamespace(
-            isend=lambda part, peer, group: None if group is never else dist.isend(part, peer, group=group)
-        )
+        never = connections[number] if number else SimpleNamespace()
+        never.isend = lambda *args, **options: None
+        if number == 0:
+            parts.dist = never
         sent = parts.isend(packet, 0, connections)
         if how == "dies":
             os._exit(0)
         if how == "cut":
-            for fd in last:
+            for fd in opened:
                 with socket.socket(fileno=os.dup(fd)) as each:
                     each.shutdown(socket.SHUT_RDWR)
         eventually(message.exists, 60)
@@ -216,24 +232,13 @@ def test_several_connections_change_no_bit(name, monkeypatch):
 
 
 def used_groups(block):
-    """How many transfers start in each process group of a channel in a step, and the line of the start-up."""
-    transfers = Counter()
-
-    def counted(name):
-        function = getattr(dist, name)
-
-        def run(packet, peer, group):
-            transfers[name, numbers[id(group)]] += 1
-            return function(packet, peer, group=group)
-
-        return run
-
-    parts.dist = SimpleNamespace(isend=counted("isend"), irecv=counted("irecv"))
-    engine = build(2, ds_config(block))
+    """How many transfers start over each connection of a channel in a step, and the line of the start-up."""
+    engine, transfers = build(2, ds_config(block)), count_transfers()
     ends = engine.ds_compress.stage.ends
     numbers = {id(group): at for end in ends for at, group in enumerate(end.link.groups)}
     engine.train_batch(batches())
-    return transfers, engine.ds_compress.monitor.link
+    by_number = Counter((kind, numbers[id(group)]) for kind, group in transfers)
+    return by_number, engine.ds_compress.monitor.link
 
 
 def test_every_part_goes_over_a_connection_of_its_own(monkeypatch):
@@ -257,12 +262,14 @@ def sockets_of_a_run(stages, replicas, connections):
 
 @pytest.mark.parametrize("stages, replicas", [(3, 2), (4, 1)])
 def test_a_connection_takes_one_socket_in_jobs_of_any_size(stages, replicas, monkeypatch):
-    """Each was a group of every rank: a socket for each of them."""
+    """Each was a group of every rank: a socket for each of them. Rank 0 has the job's store, too."""
     monkeypatch.setattr(parts, "WHOLE", 64)
     ranks = stages * replicas
     one, several = (run_ranks(ranks, sockets_of_a_run, stages, replicas, n) for n in (1, CONNECTIONS))
-    for (few, ends, losses), (many, _, same) in zip(one, several):
-        assert losses == same and many - few == 2 * ends * (CONNECTIONS - 1)  # extra packets have as many
+    for rank, ((few, ends, losses), (many, _, same)) in enumerate(zip(one, several)):
+        to_store = AT_ONCE if rank else AT_ONCE * (1 + ranks)
+        assert losses == same
+        assert many - few == 2 * ends * (CONNECTIONS - 1) + to_store  # extra packets have as many
 
 
 def over_nccl(block):

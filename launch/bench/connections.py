@@ -1,0 +1,65 @@
+"""Measure what messages get of a link over one and over several connections.
+
+    RATE=200mbit RTT_MS=80 LOSS=0.05 launch/two_hosts.sh launch/bench/connections.py --connections 1 16 64
+
+Rank 0 sends messages to rank 1, four under way at a time, over each number of connections in turn. Prints the
+Mbit/s that came, the seconds that the new connections took, and the sockets and threads of the process.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from ds_compress.transport.connections import connect
+from ds_compress.transport.p2p import EagerReceiver, EagerSender, PeerTimeout
+
+AHEAD = 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--connections", type=int, nargs="+", default=[1, 16, 64], help="ascending")
+    parser.add_argument("--mib", type=int, default=16, help="of a message (default: 16)")
+    parser.add_argument("--seconds", type=float, default=20, help="at least, of each number (default: 20)")
+    parser.add_argument("--local_rank", type=int, help="from the launcher")
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    rank, nbytes, groups = dist.get_rank(), args.mib << 20, [None]
+    for number in args.connections:
+        began = time.monotonic()
+        groups += connect([((0, 1), number - len(groups))], seconds=1800)[0]
+        connected = time.monotonic() - began
+        kind = EagerReceiver if rank else EagerSender
+        end = kind(1 - rank, torch.device("cpu"), groups[:number], PeerTimeout(), AHEAD - 1)
+        goes_on, came, seconds = torch.ones(1), 0, 0.0
+        while goes_on:
+            dist.barrier()
+            began = time.monotonic()
+            if rank:
+                end.expect(nbytes, AHEAD)
+                for _ in range(AHEAD):
+                    end.receive(nbytes)
+                came, seconds = came + AHEAD * nbytes, seconds + time.monotonic() - began
+                goes_on.fill_(seconds < args.seconds)
+            else:
+                for _ in range(AHEAD):
+                    end.send(end.memory(nbytes))
+                end.drain()
+            dist.broadcast(goes_on, src=1)
+        if rank:
+            sockets, threads = (len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task"))
+            print(
+                f"{number} connections: {8e-6 * came / seconds:.0f} Mbit/s; made in {connected:.1f} s, "
+                f"{sockets} files and {threads} threads in all",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
