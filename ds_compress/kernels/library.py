@@ -150,8 +150,10 @@ def _opened(name: str | None) -> ctypes.CDLL:
     from ds_compress.version import __version__
 
     if name is None:
-        reason = f"no compiled kernels for this processor in {FOLDER}"
-        raise OSError(f"{reason}; install ds_compress again where there is a C++ compiler")
+        remedy = "install ds_compress again where there is a C++ compiler"
+        if sources():
+            remedy = "a source tree: start elsewhere, or run `python setup.py build_ext --inplace` in it"
+        raise OSError(f"no compiled kernels for this processor in {FOLDER}; {remedy}")
     path = file(name)
     if not _is_complete(path):
         raise OSError(f"{path} is cut off; install ds_compress again")

@@ -112,8 +112,9 @@ def _instead(counters: Sequence[Mapping[str, float]]) -> str:
     """Return the bytes sent and those without compression; empty if no byte was sent."""
     raw, wire = (sum(each[key] for each in counters) for key in ("raw_bytes", "wire_bytes"))
     difference = f"{_bytes(raw - wire)} saved" if wire <= raw else f"{_bytes(wire - raw)} more"
-    line = f"{_bytes(wire)} sent instead of {_bytes(raw)}, {difference} ({ratio(raw, wire):.2f}x)"
-    return line if wire else ""
+    line = f"{_bytes(wire)} sent instead of {_bytes(raw)}, {difference}"
+    times = f" ({ratio(raw, wire):.2f}x)" if raw else ""  # a site alone would send nothing
+    return line + times if wire else ""
 
 
 def _bytes(count: float) -> str:

@@ -128,7 +128,9 @@ def _reason(
     came = shown(problem["input"])
     if problem["type"] == "extra_forbidden":
         known = _fields_at(model, keys[:-1])
-        return f"unknown key{instead(keys[-1], known)}; allowed: {', '.join(known) or 'none'}"
+        homes = [key for key in known if keys[-1] in _fields_at(model, (*keys[:-1], key))]
+        hint = f" (it belongs in {', '.join(map(repr, homes))})" if homes else instead(keys[-1], known)
+        return f"unknown key{hint}; allowed: {', '.join(known) or 'none'}"
     if problem["type"] == "missing":
         return "missing"
     if problem["type"] == "literal_error":

@@ -51,6 +51,7 @@ BAD = [
         "(removed: use 'cpu')",
     ),
     ("forward.feedback", aqsgd(first="none"), ".first: unknown key, now 'first_visit'; allowed: scope, ", ""),
+    ("feedback", "ef", ": unknown key (it belongs in 'forward', 'backward', 'tied', 'replicas')", ""),
     ("mirror_check", 5, ": unknown key, now 'state_check_every'; allowed: enabled, ", ""),
     ("guard.action", "loosen", ": 'loosen' is not allowed (removed: use 'stop'", "allowed: 'warn', 'stop'"),
     ("guard.action", "relax", ": 'relax' is not allowed (removed: use 'stop'", "allowed: 'warn', 'stop'"),
