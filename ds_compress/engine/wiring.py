@@ -37,10 +37,7 @@ def wire(stage: Stage, engine: Any, depth: int) -> None:
     extra = [f"{direction}{EXTRA}" for direction in with_extra]
     # NCCL's receive of a shape would hold the device
     shapes = [f"forward{SHAPES}"] if engine.dynamic_shape and not receives_hold_device(engine.device) else []
-    cuts, groups = engine.num_stages - 1, {}
-    if eager:
-        groups = channel_groups(cuts, [*DIRECTIONS, *extra, *shapes], seconds)
-    stage.groups = list(itertools.chain(*groups.values()))
+    groups = _first_connections(stage, engine, [*DIRECTIONS, *extra, *shapes]) if eager else {}
     stage.extra_groups = set(with_extra)
 
     def link(kind: type[Any], channel: Channel, neighbour: int, use: str = "") -> Any:
@@ -82,8 +79,7 @@ def wire_extra_links(stage: Stage, engine: Any) -> None:
     if not missing or not stage.ends:  # of one stage there are none
         return
     uses = [f"{direction}{EXTRA}" for direction in missing]
-    groups = channel_groups(engine.num_stages - 1, uses, config.block.link.timeout_s)
-    stage.groups += itertools.chain(*groups.values())
+    groups = _first_connections(stage, engine, uses)
     stage.extra_groups.update(missing)
     for end in stage.ends:
         link, channel = end.link, end.channel
@@ -91,6 +87,26 @@ def wire_extra_links(stage: Stage, engine: Any) -> None:
             own = groups[channel.boundary.number % 2, f"{channel.direction}{EXTRA}"]
             end.extra_link = type(link)(link.peer, link.device, own, link.timeout, link.depth)
     set_connections(stage, engine, stage.connections)
+
+
+def _first_connections(stage: Stage, engine: Any, uses: Sequence[str]) -> dict[tuple[int, str], list[Any]]:
+    """Return the connection over which each use of a boundary of `stage` goes, by (boundary % 2, use).
+
+    Over gloo both ranks make it alone: a group of all ranks takes a socket for each of them, and on far links
+    a second of the start.
+    """
+    seconds = stage.config.block.link.timeout_s
+    if receives_hold_device(engine.device):
+        groups = channel_groups(engine.num_stages - 1, uses, seconds)
+        stage.groups += itertools.chain(*groups.values())
+        return groups
+    neighbours = {}
+    for boundary, neighbour in ((stage.before, engine.prev_stage), (stage.after, engine.next_stage)):
+        if boundary is not None:
+            neighbours[boundary.number % 2] = engine.grid.stage_to_global(neighbour)
+    in_order = [(parity, use) for parity in sorted(neighbours) for use in sorted(uses)]
+    wanted = [(sorted([engine.global_rank, neighbours[parity]]), 1) for parity, _ in in_order]
+    return dict(zip(in_order, connect(wanted, seconds)))
 
 
 def set_connections(stage: Stage, engine: Any, number: int) -> None:

@@ -4,8 +4,8 @@ A channel end holds one `Sender` or `Receiver`. In both modes packets of a chann
 were sent.
 
 blocking: DeepSpeed's own order and process group; each call returns when its packet has left or arrived.
-eager:    sends return at once and receives are posted ahead. Each channel of a rank has process groups of
-          its own, so channels need no common order.
+eager:    sends return at once and receives are posted ahead. Each channel of a rank has a process group, or
+          connections, of its own, so channels need no common order.
 
 Transfers are those of torch.distributed (`parts.py`): `isend` of deepspeed.comm blocks in older releases and
 has no time-outs.
@@ -115,7 +115,7 @@ class Endpoint:
     """Global rank of the other end."""
     device: torch.device
     groups: Sequence[Any] = (None,)
-    """The process group of the first connection (`channel_groups`), None for the default one, and more
+    """What packets go over, in parts: a process group (`channel_groups`), None for the default one, or
     connections (`connect`)."""
     timeout: PeerTimeout = PeerTimeout()
     depth: int = 1
@@ -288,9 +288,9 @@ def is_connection_lost(error: BaseException | None) -> bool:
 
 def channel_groups(
     boundaries: int, uses: Sequence[str] = ("forward", "backward"), seconds: float = 1800.0
-) -> dict[tuple[int, str], tuple[Any, ...]]:
+) -> dict[tuple[int, str], list[Any]]:
     """Create process groups, all of every rank, by (boundary % 2, use): each of the `uses` has one for the
-    even and one for the odd boundaries. It is the first connection of a channel.
+    even and one for the odd boundaries.
 
     A stage has one even and one odd boundary, and a use has one direction, so a rank has at most one channel
     in a group. NCCL may run all work of a group in order, so no channel waits for another one's packets. All
@@ -301,7 +301,7 @@ def channel_groups(
         seconds: after which NCCL gives up a transfer.
     """
     return {
-        (parity, use): (dist.new_group(timeout=timedelta(seconds=seconds)),)
+        (parity, use): [dist.new_group(timeout=timedelta(seconds=seconds))]
         for use in uses
         for parity in range(min(boundaries, 2))
     }

@@ -1,13 +1,14 @@
 """Send and receive packets, the large ones in parts, each over a TCP connection of its own.
 
-gloo opens one connection between two ranks of a process group, so part i of a packet goes over group i: the
-first one is torch.distributed's, the others are `Connection`s. Both sides know the size of a packet before it
-comes, so they know its parts, too. Parts arrive in any order, each in its place; within a group the packets
-of a channel keep their order.
+gloo opens one connection between two ranks of a process group, so part i of a packet goes over group i, of
+torch.distributed or a `Connection`. Both sides know the size of a packet before it comes, so they know its
+parts, too. Parts arrive in any order, each in its place; within a group the packets of a channel keep their
+order.
 """
 
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -48,10 +49,14 @@ def irecv(packet: Tensor, peer: int, groups: Sequence[Any]) -> Work | Parts:
 
 
 def _start(transfer: str, packet: Tensor, peer: int, groups: Sequence[Any]) -> Work | Parts:
-    first, *others = cut(packet, len(groups))
-    whole: Work = getattr(dist, transfer)(first, peer, group=groups[0])
-    works = [getattr(each, transfer)(part, peer) for part, each in zip(others, groups[1:])]
-    return Parts([whole, *works]) if works else whole
+    works = [over(group, transfer)(part, peer) for part, group in zip(cut(packet, len(groups)), groups)]
+    return Parts(works) if len(works) > 1 else works[0]
+
+
+def over(group: Any, transfer: str) -> Callable[[Tensor, int], Work]:
+    """Return `isend` or `irecv` of a `Connection`, or of a process group; None is the default one."""
+    of_connection: Callable[[Tensor, int], Work] | None = getattr(group, transfer, None)
+    return of_connection or functools.partial(getattr(dist, transfer), group=group)
 
 
 def cut(packet: Tensor, connections: int) -> Sequence[Tensor]:

@@ -12,7 +12,7 @@ import pytest
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
 
-from ds_compress.engine import attach, cleanup
+from ds_compress.engine import attach, cleanup, wiring
 from ds_compress.errors import CompressionError
 from tests.support.pipeline import batches, build, ds_config, layers
 from tests.support.ranks import run_ranks
@@ -105,7 +105,7 @@ def test_what_was_posted_for_packets_that_never_came_holds_nothing_up():
 
 def freed_together():
     """Groups of ours after each engine, where it takes both ranks to free one; rank 1 keeps one too long."""
-    cleanup.FREED_ALONE = ()
+    cleanup.FREED_ALONE, wiring.receives_hold_device = (), lambda device: True
     stock, counts = 0, []
     for number in range(4):
         before = len(distributed_c10d._world.pg_map)

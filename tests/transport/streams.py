@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
-from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -187,16 +186,17 @@ class Device(TorchDispatchMode):
             self.stream = before
 
     def transfers(self, timeline):
-        """isend and irecv that start when `timeline()` has got there, and that it learns the end of."""
+        """`parts.over` of transfers that start when `timeline()` has got there; it learns of their end."""
+        over, accesses = parts.over, {"isend": "reads", "irecv": "writes"}
 
-        def started(name, access):
-            def start(tensor, peer, group):
-                work = getattr(dist, name)(tensor, peer, group=group)
-                return Transfer(work, name, access, tensor, timeline().state(), timeline)
+        def noted(group, name):
+            def start(tensor, peer):
+                work = over(group, name)(tensor, peer)
+                return Transfer(work, name, accesses[name], tensor, timeline().state(), timeline)
 
             return start
 
-        return SimpleNamespace(isend=started("isend", "reads"), irecv=started("irecv", "writes"))
+        return noted
 
 
 def _tensors(value):
@@ -225,9 +225,9 @@ def install(staged, deaf=()):
     numerics.is_readable = lambda x: False
     if staged:
         staging.is_needed = lambda which: True
-        parts.dist = device.transfers(lambda: device.host)  # as gloo's, which know no stream
+        parts.over = device.transfers(lambda: device.host)  # as gloo's, which know no stream
     else:
-        parts.dist = device.transfers(lambda: device.stream)  # as NCCL's
+        parts.over = device.transfers(lambda: device.stream)  # as NCCL's
         p2p.receives_hold_device = lambda which: True
     device.__enter__()
     return device

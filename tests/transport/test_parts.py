@@ -19,8 +19,8 @@ from torch import distributed as dist
 from ds_compress.engine import attach, wiring
 from ds_compress.runtime import connections
 from ds_compress.transport import parts
-from ds_compress.transport.connections import AT_ONCE, connect
-from ds_compress.transport.p2p import EagerReceiver, EagerSender, PeerTimeout, channel_groups
+from ds_compress.transport.connections import connect
+from ds_compress.transport.p2p import EagerReceiver, EagerSender, PeerTimeout
 from tests.support.network import eventually
 from tests.support.pipeline import batches, build, ds_config, same_weights
 from tests.support.pipeline_kinds import KINDS, train_all
@@ -44,21 +44,18 @@ class Recorded:
         self.found.append((self.name, memory))
 
 
-def started(monkeypatch, nbytes, connections):
+def started(nbytes, connections):
     """(connection, first byte, bytes) of each transfer of a packet, in the order in which they start."""
     found, packet = [], torch.zeros(nbytes, dtype=torch.uint8)
-    first, *others = [Recorded(name, found) for name in range(connections)]
-    of_group = SimpleNamespace(irecv=lambda memory, peer, group: group.irecv(memory, peer))
-    monkeypatch.setattr(parts, "dist", of_group)
-    parts.irecv(packet, 1, [first, *others])
+    parts.irecv(packet, 1, [Recorded(name, found) for name in range(connections)])
     assert {memory.untyped_storage().data_ptr() for _, memory in found} == {packet.data_ptr()}  # in place
     return [(name, memory.storage_offset(), memory.numel()) for name, memory in found]
 
 
 @pytest.mark.parametrize("nbytes", [parts.WHOLE, parts.WHOLE + 1, 1_000_003])
 @pytest.mark.parametrize("connections", [*range(2, 17), 64])
-def test_the_parts_of_a_packet_are_the_packet(nbytes, connections, monkeypatch):
-    found = started(monkeypatch, nbytes, connections)
+def test_the_parts_of_a_packet_are_the_packet(nbytes, connections):
+    found = started(nbytes, connections)
     assert [name for name, *_ in found] == list(range(min(connections, -(-nbytes * 16 // parts.WHOLE))))
     ends = [first + size for _, first, size in found]
     assert [first for _, first, _ in found] == [0, *ends[:-1]] and ends[-1] == nbytes
@@ -67,9 +64,9 @@ def test_the_parts_of_a_packet_are_the_packet(nbytes, connections, monkeypatch):
     assert 0 < sizes[-1] <= sizes[0] >= parts.WHOLE // 16
 
 
-def test_a_small_packet_stays_whole(monkeypatch):
-    assert started(monkeypatch, parts.WHOLE - 1, 3) == [(0, 0, parts.WHOLE - 1)]
-    assert started(monkeypatch, 1 << 20, 1) == [(0, 0, 1 << 20)]
+def test_a_small_packet_stays_whole():
+    assert started(parts.WHOLE - 1, 3) == [(0, 0, parts.WHOLE - 1)]
+    assert started(1 << 20, 1) == [(0, 0, 1 << 20)]
 
 
 def test_the_time_out_is_that_of_all_parts_together(monkeypatch):
@@ -102,14 +99,13 @@ def shuffle_parts(groups):
 
         return later
 
-    parts.dist = SimpleNamespace(isend=late(dist.isend), irecv=dist.irecv)
-    for group in groups[1:]:
+    for group in groups:
         group.isend = late(group.isend)
 
 
 def connected(number):
     """So many connections between two ranks."""
-    return [*channel_groups(1)[0, "forward"], *connect([((0, 1), number - 1)], seconds=600)[0]]
+    return connect([((0, 1), number)], seconds=600)[0]
 
 
 def messages(count, depth, staged):
@@ -166,15 +162,12 @@ def failing(how, number, folder):
     rank, connections = dist.get_rank(), []
     for each in range(CONNECTIONS):
         before = sockets()
-        connections += connect([((0, 1), 1)], seconds=600)[0] if each else channel_groups(1)[0, "forward"]
+        connections += connected(1)
         if each == number:
             opened = sockets() - before
     packet, message = torch.zeros(1 << 22, dtype=torch.uint8), folder / "message"
     if rank == 1:
-        never = connections[number] if number else SimpleNamespace()
-        never.isend = lambda *args, **options: None
-        if number == 0:
-            parts.dist = never
+        connections[number].isend = lambda *args: None
         sent = parts.isend(packet, 0, connections)
         if how == "dies":
             os._exit(0)
@@ -262,14 +255,12 @@ def sockets_of_a_run(stages, replicas, connections):
 
 @pytest.mark.parametrize("stages, replicas", [(3, 2), (4, 1)])
 def test_a_connection_takes_one_socket_in_jobs_of_any_size(stages, replicas, monkeypatch):
-    """Each was a group of every rank: a socket for each of them. Rank 0 has the job's store, too."""
+    """Each was a group of every rank: a socket for each of them."""
     monkeypatch.setattr(parts, "WHOLE", 64)
     ranks = stages * replicas
     one, several = (run_ranks(ranks, sockets_of_a_run, stages, replicas, n) for n in (1, CONNECTIONS))
-    for rank, ((few, ends, losses), (many, _, same)) in enumerate(zip(one, several)):
-        to_store = AT_ONCE if rank else AT_ONCE * (1 + ranks)
-        assert losses == same
-        assert many - few == 2 * ends * (CONNECTIONS - 1) + to_store  # extra packets have as many
+    for (few, ends, losses), (many, _, same) in zip(one, several):
+        assert losses == same and many - few == 2 * ends * (CONNECTIONS - 1)  # extra packets have as many
 
 
 def over_nccl(block):
