@@ -15,6 +15,7 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelD
 from torch import Tensor, nn
 
 from ds_compress.simulate import announce, simulate
+from ds_compress.transport.connections import Connection
 
 WIDTH = 32
 MICRO_BATCH = 4
@@ -151,14 +152,16 @@ def packets_handed_over() -> list[int]:
     sizes: list[int] = []
 
     def counting(send):
-        def run(tensor, *args, **kwargs):
+        def run(*args, **kwargs):
+            (tensor,) = (arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor))
             sizes.extend([tensor.numel()] if tensor.dtype is torch.uint8 else [])
-            return send(tensor, *args, **kwargs)
+            return send(*args, **kwargs)
 
         return run
 
     dist = torch.distributed
     dist.send, dist.isend = counting(dist.send), counting(dist.isend)
+    Connection.isend = counting(Connection.isend)
     return sizes
 
 
