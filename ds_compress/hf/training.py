@@ -103,7 +103,8 @@ class FinetuneRun:
             )
         self.resume()
         before = self.perplexity()
-        self._say(f"perplexity before: {self._format(before)}")
+        when = f"of step {done}" if (done := self.engine.global_steps) else "before"
+        self._say(f"perplexity {when}: {self._format(before)}")
         self.train()
         after = self.perplexity()
         self._say(f"perplexity after: {self._format(after)}")

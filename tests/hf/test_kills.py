@@ -1,6 +1,7 @@
 """A run that is killed twice and started again, through each launcher, is as if nothing had been."""
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -72,7 +73,8 @@ def kill_twice(whole: Path, perplexity: float, folder: Path, launcher: str, vict
     done = killed(launcher, path, max(2 * STEPS // 3, done[-1] + 1), None)
     assert done[-1] < STEPS
     output = finetune(launcher, path).stderr
-    assert "goes on from step" in output
+    (step,) = re.findall(r"goes on from step (\d+)", output)
+    assert f"perplexity of step {step}: " in output
     rows = [json.loads(line) for line in (path.parent / "out" / "losses.jsonl").read_text().splitlines()]
     assert all(row["loss"] == expected[row["step"]] for row in rows)
     assert losses(path.parent / "out") == expected and perplexities(output)[1] == perplexity

@@ -147,10 +147,9 @@ def plain_run() -> Path:
 
 
 def perplexities(output: str) -> list[float]:
-    """Before and after, as a run says them."""
-    return [
-        float(re.search(rf"perplexity {when}: ([0-9.]+)", output).group(1)) for when in ("before", "after")
-    ]
+    """Return those before, or of the step that a run goes on from, and after."""
+    before, after = (rf"perplexity {when}: ([0-9.]+)" for when in (r"(?:before|of step \d+)", "after"))
+    return [float(re.search(pattern, output).group(1)) for pattern in (before, after)]
 
 
 def perplexity(path: Path, model: Any) -> float:
