@@ -4,23 +4,30 @@ For a group of `torch.distributed.new_group` all ranks of the job wait, for one 
 by their ranks alone, some at a time.
 """
 
+import contextlib
 import os
-from collections import Counter
+import resource
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import cache, lru_cache
 from queue import SimpleQueue
-from typing import Any
+from threading import Thread
+from typing import Any, NoReturn
 
+import psutil
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import PrefixStore, Work
 from torch.distributed.distributed_c10d import _get_default_store
 
+from ds_compress.errors import CompressionError, in_one_line
+
 AT_ONCE = 4
 """Connections that are made at a time. Each takes about seven round trips to the store of the job, to which
 every rank keeps so many connections more."""
+SPARE = 64
+"""Files that a process may still open when its connections are made."""
 
 _made: Counter[tuple[int, ...]] = Counter()  # connections so far, by ranks; alike on each of these
 
@@ -63,6 +70,9 @@ def connect(wanted: Iterable[tuple[Sequence[int], int]], seconds: float) -> list
         wanted: sets of ranks, ascending, with this one. All ranks of a set call, for the same number. No rank
             waits for ever if the sets of the job have one order in which every rank gives its own.
         seconds: after which a transfer is given up.
+
+    Raises:
+        CompressionError: a rank did not come in time, or this process may not open as many files.
     """
     wanted, named = list(wanted), list[tuple[tuple[int, ...], str]]()
     for ranks in (tuple(ranks) for ranks, number in wanted for _ in range(number)):
@@ -70,22 +80,57 @@ def connect(wanted: Iterable[tuple[Sequence[int], int]], seconds: float) -> list
         _made[ranks] += 1
     if not named:
         return [[] for _ in wanted]
-    unused = SimpleQueue[Any]()
-    stores = _stores(_get_default_store())
-    for store in stores:
-        unused.put(store)
+    _make_room(sum(len(ranks) - 1 for ranks, _ in named))
+    tasks, results = deque(enumerate(named)), SimpleQueue[tuple[int, Connection | Exception]]()
 
-    def make(of: tuple[tuple[int, ...], str]) -> Connection:
-        ranks, name = of
-        store = unused.get()
-        try:
-            return Connection(ranks, PrefixStore(name, store), seconds)
-        finally:
-            unused.put(store)
+    def work(store: Any) -> None:
+        with contextlib.suppress(IndexError):  # none is left
+            while True:
+                number, (ranks, name) = tasks.popleft()
+                try:
+                    results.put((number, Connection(ranks, PrefixStore(name, store), seconds)))
+                except Exception as error:
+                    tasks.clear()
+                    results.put((number, error))
 
-    with ThreadPoolExecutor(len(stores), "ds_compress_connect") as threads:
-        made = threads.map(make, named)
-        return [[next(made) for _ in range(number)] for _, number in wanted]
+    # not a pool, which waits for its threads when one has failed, and others for ranks that have gone
+    for store in _stores(_get_default_store()):
+        Thread(target=work, args=(store,), name="ds_compress_connect", daemon=True).start()
+    made: dict[int, Connection] = {}
+    for _ in named:
+        number, result = results.get()
+        if isinstance(result, Exception):
+            _refuse(named[number][0], seconds, result)
+        made[number] = result
+    in_order = iter([made[number] for number in range(len(named))])
+    return [[next(in_order) for _ in range(number)] for _, number in wanted]
+
+
+def _refuse(ranks: Sequence[int], seconds: float, error: Exception) -> NoReturn:
+    try:
+        raise error
+    except RuntimeError:
+        raise CompressionError(
+            f"link: ranks {', '.join(map(str, ranks))} could not connect (ds_compress.link.timeout_s: "
+            f"{seconds:g}): {in_one_line(error)}"
+        ) from None
+
+
+def _make_room(number: int) -> None:
+    """Let this process open so many more files.
+
+    Raises:
+        CompressionError: it may not.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = psutil.Process().num_fds() + number + AT_ONCE * dist.get_world_size() + SPARE
+    if hard != resource.RLIM_INFINITY and wanted > hard:
+        raise CompressionError(
+            f"ds_compress.link.connections: {number:,} more need about {wanted:,} open files, and "
+            f"this process may have {hard:,} (`ulimit -Hn`): allow more, or use fewer connections"
+        )
+    if soft != resource.RLIM_INFINITY and wanted > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @lru_cache(maxsize=1)

@@ -1,12 +1,19 @@
 """Connections of some ranks' own, made by these alone."""
 
+import resource
+import time
+
+import psutil
 import pytest
 import torch
 from torch import distributed as dist
 
+from ds_compress.errors import CompressionError
 from ds_compress.transport import connections
 from ds_compress.transport.connections import connect
+from ds_compress.transport.p2p import is_connection_lost
 from tests.support.ranks import run_ranks
+from tests.support.refusals import refusal
 
 
 def in_a_chain(number):
@@ -53,3 +60,42 @@ def test_other_ranks_have_no_part_in_them():
     """With `new_group` all ranks of the job waited for each."""
     expected = [[0, 2, 3]] * 4
     assert run_ranks(4, gathered) == [expected, [], expected, expected]
+
+
+def failing(how, seconds):
+    """What rank 0 is told when rank 1 never comes, and whether it is told that a transfer has failed."""
+    if dist.get_rank() == 1:
+        return None
+    if how == "alone":
+        with pytest.raises(CompressionError) as refused:
+            connect([((0, 1), 12)], seconds)
+        return str(refused.value), is_connection_lost(refused.value)
+    files = psutil.Process().num_fds()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files + 10, files + 20))
+    return refusal(connect, [((0, 1), 12)], seconds), False
+
+
+def test_one_that_waits_for_nobody_is_told_once_the_time_has_run_out():
+    """A pool of threads took the next ones, and waited for these, too: twice the time."""
+    began = time.monotonic()
+    (said, is_lost), _ = run_ranks(2, failing, "alone", 5)
+    assert "link: ranks 0, 1 could not connect (ds_compress.link.timeout_s: 5): Dist" in said and is_lost
+    assert time.monotonic() - began < 10
+
+
+def test_too_few_files_are_refused_before_any_connection_is_made():
+    (said, _), _ = run_ranks(2, failing, "files", 600)
+    assert "ds_compress.link.connections: 12 more need about" in said and "`ulimit -Hn`" in said
+
+
+def roomy():
+    """The soft limit of open files before connections are made, after that, and the hard one."""
+    files, (_, hard) = psutil.Process().num_fds(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files + 10, hard))
+    made = connect([((0, 1), 30)], seconds=60)[0]
+    return len(made), files + 10, *resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def test_a_soft_limit_of_open_files_is_raised():
+    for made, before, soft, hard in run_ranks(2, roomy):
+        assert made == 30 and before < soft <= hard
