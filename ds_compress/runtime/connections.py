@@ -3,8 +3,9 @@
 A TCP connection needs round trips to recover from a lost packet, so several together are faster; a slow link
 without loss carries the same with any number. Before the first training step, and after a checkpoint was
 loaded, ranks probe their links, to neighbours and to the replicas before and after, with 1, 4, 16 and 64
-connections, until two in a row are not faster: one may have lost more packets by chance. One collective for
-each number gives the rates to all ranks, and each makes the same choice.
+connections, until two in a row are not faster: one may have lost more packets by chance. Numbers for which a
+rank may not open enough files are left out. Collectives give rates to all ranks, and each makes the same
+choice.
 """
 
 import math
@@ -16,6 +17,8 @@ import torch
 
 from ds_compress.message.part import RuntimePart, StageView, Step
 from ds_compress.runtime.stage_profile import Row, gather, probe_links
+from ds_compress.transport.collectives import lowest
+from ds_compress.transport.connections import files_left
 from ds_compress.transport.p2p import EagerReceiver, EagerSender
 from ds_compress.transport.probe import NEAR, SEGMENT, message_rate, probe
 from ds_compress.transport.staging import receives_hold_device
@@ -53,6 +56,8 @@ class ConnectionsController(RuntimePart):
             return
         slowest: dict[int, Row] = {}
         for number in NUMBERS:
+            if not lowest(engine.device, _files_for(stage, number) <= max(0, files_left()))[0]:
+                break
             self._set(stage, engine, number)
             row = slowest_row(gather(_probe(stage, engine.device), engine.device))
             if slowest and not math.isfinite(row["rate"]):  # the link is just as far as `NEAR`
@@ -64,6 +69,13 @@ class ConnectionsController(RuntimePart):
         self._set(stage, engine, choose(slowest))
         if engine.global_rank == 0:
             print(format_choice(slowest), flush=True)
+
+
+def _files_for(stage: StageView, number: int) -> int:
+    """Return how many files more a rank opens for so many connections."""
+    links = [link for end in stage.ends for link in (end.link, end.extra_link)]
+    exchanges = [(number - len(each.groups)) * (len(each.ranks) - 1) for each in stage.exchange_connections]
+    return sum(number - len(link.groups) for link in links) + sum(exchanges)
 
 
 def _probe(stage: StageView, device: torch.device) -> Row:

@@ -5,8 +5,11 @@ by their ranks alone, some at a time.
 """
 
 import contextlib
+import ctypes
+import math
 import os
 import resource
+import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -33,7 +36,7 @@ _made: Counter[tuple[int, ...]] = Counter()  # connections so far, by ranks; ali
 
 
 class Connection:
-    """A TCP connection between every two of some ranks; it closes when it is collected."""
+    """A TCP connection between every two of some ranks; it closes when it is collected, but not in a fork."""
 
     def __init__(self, ranks: Sequence[int], store: Any, seconds: float):
         """
@@ -43,9 +46,10 @@ class Connection:
         """
         gloo: Any = dist.ProcessGroupGloo  # torch's types lack most of it
         options = gloo._Options()
-        options._devices, options._threads, options._timeout = _devices(), 1, timedelta(seconds=seconds)
-        self._group = gloo(store, ranks.index(dist.get_rank()), len(ranks), options)
+        options._devices, options._threads, options._timeout = [_device()], 1, timedelta(seconds=seconds)
+        self._group = _immortal(gloo(store, ranks.index(dist.get_rank()), len(ranks), options))
         self._ranks = ranks
+        weakref.finalize(self, _free, self._group, os.getpid()).atexit = False
 
     def isend(self, packet: Tensor, peer: int) -> Work:
         """Start to send `packet` to the global rank `peer`."""
@@ -81,9 +85,12 @@ def connect(wanted: Iterable[tuple[Sequence[int], int]], seconds: float) -> list
     if not named:
         return [[] for _ in wanted]
     _make_room(sum(len(ranks) - 1 for ranks, _ in named))
+    of_job = _get_default_store()
+    at_once = AT_ONCE if _clone(of_job, 0) else 1
     tasks, results = deque(enumerate(named)), SimpleQueue[tuple[int, Connection | Exception]]()
 
-    def work(store: Any) -> None:
+    def work(thread: int) -> None:
+        store = _clone(of_job, thread) or of_job
         with contextlib.suppress(IndexError):  # none is left
             while True:
                 number, (ranks, name) = tasks.popleft()
@@ -94,14 +101,18 @@ def connect(wanted: Iterable[tuple[Sequence[int], int]], seconds: float) -> list
                     results.put((number, error))
 
     # not a pool, which waits for its threads when one has failed, and others for ranks that have gone
-    for store in _stores(_get_default_store()):
-        Thread(target=work, args=(store,), name="ds_compress_connect", daemon=True).start()
+    threads = [Thread(target=work, args=(number,), daemon=True) for number in range(at_once)]
+    for thread in threads:
+        thread.start()
     made: dict[int, Connection] = {}
     for _ in named:
         number, result = results.get()
         if isinstance(result, Exception):
+            _clone.cache_clear()  # threads may wait for them yet
             _refuse(named[number][0], seconds, result)
         made[number] = result
+    for thread in threads:
+        thread.join()
     in_order = iter([made[number] for number in range(len(named))])
     return [[next(in_order) for _ in range(number)] for _, number in wanted]
 
@@ -116,6 +127,13 @@ def _refuse(ranks: Sequence[int], seconds: float, error: Exception) -> NoReturn:
         ) from None
 
 
+def files_left() -> float:
+    """Return how many more files this process may open for connections."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = psutil.Process().num_fds() + AT_ONCE * dist.get_world_size() + SPARE
+    return math.inf if hard == resource.RLIM_INFINITY else hard - taken
+
+
 def _make_room(number: int) -> None:
     """Let this process open so many more files.
 
@@ -123,27 +141,43 @@ def _make_room(number: int) -> None:
         CompressionError: it may not.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = psutil.Process().num_fds() + number + AT_ONCE * dist.get_world_size() + SPARE
-    if hard != resource.RLIM_INFINITY and wanted > hard:
+    if number > (left := files_left()):
         raise CompressionError(
-            f"ds_compress.link.connections: {number:,} more need about {wanted:,} open files, and "
-            f"this process may have {hard:,} (`ulimit -Hn`): allow more, or use fewer connections"
+            f"ds_compress.link.connections: {number:,} more need as many open files, and there may be "
+            f"about {max(0, left):,} (`ulimit -Hn`: {hard:,}); allow more, or use fewer connections"
         )
+    wanted = psutil.Process().num_fds() + number + AT_ONCE * dist.get_world_size() + SPARE
     if soft != resource.RLIM_INFINITY and wanted > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-@lru_cache(maxsize=1)
-def _stores(of_job: Any) -> list[Any]:
-    """Return what connections are made by at a time: while a store waits for a key it answers nobody else."""
-    return [of_job.clone() for _ in range(AT_ONCE)] if hasattr(of_job, "clone") else [of_job]  # torch 2.5
+@lru_cache(maxsize=AT_ONCE)
+def _clone(of_job: Any, thread: int) -> Any:
+    """Return what a thread makes connections by: while a store waits for a key it answers nobody else. None
+    if there is none, as of torch 2.5 and of stores written in Python."""
+    try:
+        return of_job.clone()
+    except (AttributeError, RuntimeError):
+        return None
 
 
 @cache
-def _devices() -> list[Any]:
-    """Return the network interfaces of gloo's groups, each with the one thread of all connections over it."""
+def _device() -> Any:
+    """Return the network interface of gloo's groups, with the one thread of all connections over it."""
     gloo: Any = dist.ProcessGroupGloo
-    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if names:
-        return [gloo.create_device(interface=name) for name in names.split(",")]
-    return [gloo.create_default_device()]
+    # a device that connects later can have but one group
+    eager = {"lazy_init": False} if "lazy_init" in (gloo.create_default_device.__doc__ or "") else {}
+    if name := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
+        return _immortal(gloo.create_device(interface=name, **eager))
+    return _immortal(gloo.create_default_device(**eager))
+
+
+def _immortal(thing: Any) -> Any:
+    """Keep `thing` until `_free`: in a fork it would wait for threads that are not there, and for ever."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+    return thing
+
+
+def _free(group: Any, process: int) -> None:
+    if os.getpid() == process:
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))

@@ -1,6 +1,10 @@
 """Connections of some ranks' own, made by these alone."""
 
+import gc
+import os
 import resource
+import signal
+import sys
 import time
 
 import psutil
@@ -33,11 +37,15 @@ def in_a_chain(number):
     return found
 
 
+def stores_without_clones(of_job, thread):
+    return None
+
+
 @pytest.mark.parametrize("at_once", [1, 4])
 def test_no_rank_of_a_chain_waits_for_another_for_ever(at_once, monkeypatch):
     """A store of torch 2.5 answers nobody else while it waits for a key: there they are made one by one."""
     if at_once == 1:
-        monkeypatch.setattr(connections, "_stores", lambda of_job: [of_job])
+        monkeypatch.setattr(connections, "_clone", stores_without_clones)
     ranks = run_ranks(5, in_a_chain, 6)
     assert ranks == [[], *([10 * rank + at for at in range(6)] for rank in range(4))]
 
@@ -85,7 +93,7 @@ def test_one_that_waits_for_nobody_is_told_once_the_time_has_run_out():
 
 def test_too_few_files_are_refused_before_any_connection_is_made():
     (said, _), _ = run_ranks(2, failing, "files", 600)
-    assert "ds_compress.link.connections: 12 more need about" in said and "`ulimit -Hn`" in said
+    assert "ds_compress.link.connections: 12 more need as many open files" in said and "`ulimit -Hn`" in said
 
 
 def roomy():
@@ -99,3 +107,30 @@ def roomy():
 def test_a_soft_limit_of_open_files_is_raised():
     for made, before, soft, hard in run_ranks(2, roomy):
         assert made == 30 and before < soft <= hard
+
+
+def forked():
+    """How a fork ends that collects, or ends with, the connections of its parent."""
+    made = connect([((0, 1), 3)], seconds=60)[0]
+    ends = []
+    for collects in (True, False):
+        if (child := os.fork()) == 0:
+            if collects:
+                made.clear()
+                gc.collect()
+                os._exit(0)
+            sys.exit(0)
+        deadline, ended = time.monotonic() + 60, 0
+        while not ended and time.monotonic() < deadline:
+            ended, _ = os.waitpid(child, os.WNOHANG)
+            time.sleep(0.01)
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        ends.append(bool(ended))
+    return ends
+
+
+def test_a_fork_ends_without_the_threads_of_its_parents_connections():
+    """Workers of a DataLoader that collected an engine which had gone waited for ever."""
+    assert run_ranks(2, forked) == [[True, True]] * 2
