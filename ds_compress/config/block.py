@@ -16,6 +16,7 @@ from ds_compress.registry import Options, Steps
 KEY = "ds_compress"
 DIRECTIONS = ("forward", "backward")
 MOST_CONNECTIONS = 64
+"""Largest `link.connections`."""
 
 
 NUMBER = "0|[1-9][0-9]{0,4}"

@@ -30,7 +30,7 @@ AT_ONCE = 4
 """Connections that are made at a time. Each takes about seven round trips to the store of the job, to which
 every rank keeps so many connections more."""
 SPARE = 64
-"""Files that a process may still open when its connections are made."""
+"""Files that are left for all else."""
 
 _made: Counter[tuple[int, ...]] = Counter()  # connections so far, by ranks; alike on each of these
 
@@ -73,7 +73,10 @@ def connect(wanted: Iterable[tuple[Sequence[int], int]], seconds: float) -> list
     Args:
         wanted: sets of ranks, ascending, with this one. All ranks of a set call, for the same number. No rank
             waits for ever if the sets of the job have one order in which every rank gives its own.
-        seconds: after which a transfer is given up.
+        seconds: after which a transfer is given up, and the wait for another rank.
+
+    Returns:
+        The connections of each of the `wanted`, in the order of these.
 
     Raises:
         CompressionError: a rank did not come in time, or this process may not open as many files.
@@ -86,7 +89,7 @@ def connect(wanted: Iterable[tuple[Sequence[int], int]], seconds: float) -> list
         return [[] for _ in wanted]
     _make_room(sum(len(ranks) - 1 for ranks, _ in named))
     of_job = _get_default_store()
-    at_once = AT_ONCE if _clone(of_job, 0) else 1
+    at_once = 1 if _clone(of_job, 0) is None else AT_ONCE
     tasks, results = deque(enumerate(named)), SimpleQueue[tuple[int, Connection | Exception]]()
 
     def work(thread: int) -> None:
@@ -128,17 +131,21 @@ def _refuse(ranks: Sequence[int], seconds: float, error: Exception) -> NoReturn:
 
 
 def files_left() -> float:
-    """Return how many more files this process may open for connections."""
+    """Return how many more connections this process may open, each a file."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken = psutil.Process().num_fds() + AT_ONCE * dist.get_world_size() + SPARE
-    return math.inf if hard == resource.RLIM_INFINITY else hard - taken
+    return math.inf if hard == resource.RLIM_INFINITY else hard - _files_with(0)
+
+
+def _files_with(number: int) -> int:
+    """Return the files that this process needs, with so many connections more."""
+    return psutil.Process().num_fds() + number + AT_ONCE * dist.get_world_size() + SPARE
 
 
 def _make_room(number: int) -> None:
-    """Let this process open so many more files.
+    """Raise the soft limit of open files, if so many connections more need that.
 
     Raises:
-        CompressionError: it may not.
+        CompressionError: the hard limit is too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if number > (left := files_left()):
@@ -146,9 +153,8 @@ def _make_room(number: int) -> None:
             f"ds_compress.link.connections: {number:,} more need as many open files, and there may be "
             f"about {max(0, left):,} (`ulimit -Hn`: {hard:,}); allow more, or use fewer connections"
         )
-    wanted = psutil.Process().num_fds() + number + AT_ONCE * dist.get_world_size() + SPARE
-    if soft != resource.RLIM_INFINITY and wanted > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if soft != resource.RLIM_INFINITY and (needed := _files_with(number)) > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 @lru_cache(maxsize=AT_ONCE)
@@ -179,5 +185,6 @@ def _immortal(thing: Any) -> Any:
 
 
 def _free(group: Any, process: int) -> None:
+    """Let go of what `_immortal` keeps, in the `process` that made it."""
     if os.getpid() == process:
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
