@@ -93,7 +93,9 @@ def connect(wanted: Iterable[tuple[Sequence[int], int]], seconds: float) -> list
     tasks, results = deque(enumerate(named)), SimpleQueue[tuple[int, Connection | Exception]]()
 
     def work(thread: int) -> None:
-        store = _clone(of_job, thread) or of_job
+        store = _clone(of_job, thread) if at_once > 1 else of_job
+        if store is None:  # others do its part
+            return
         with contextlib.suppress(IndexError):  # none is left
             while True:
                 number, (ranks, name) = tasks.popleft()
@@ -121,6 +123,7 @@ def connect(wanted: Iterable[tuple[Sequence[int], int]], seconds: float) -> list
 
 
 def _refuse(ranks: Sequence[int], seconds: float, error: Exception) -> NoReturn:
+    """Raise `error`; one of torch.distributed as a CompressionError that names the `ranks`."""
     try:
         raise error
     except RuntimeError:
