@@ -241,7 +241,9 @@ def connect_replicas(engine: Any, stage: Stage) -> ReplicaTraffic | None:
     if config.replica_codec is None or not engine.is_data_parallel:
         return None
     sends_packets = not any(layers(config.replica_codec, LowRank))
-    connections = connect_sets(stage, engine.grid.dp_groups, "gradients between replicas", sends_packets)
+    connections = connect_sets(
+        stage, engine, engine.grid.dp_groups, "gradients between replicas", sends_packets
+    )
     has_owners = sends_packets and not engine.has_moe_layers
     partitions = isinstance(engine.optimizer, BF16_Optimizer) and has_owners
     everywhere = lowest(engine.device, partitions)  # some stages may have MoE layers

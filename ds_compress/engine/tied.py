@@ -148,7 +148,7 @@ def connect_copies(engine: Any, stage: Stage, original: Mapping[type, Any]) -> t
     if why or not agreed:
         return None, ""
     exchanged = f"{CONTENT} between {BETWEEN}"
-    connections = connect_sets(stage, agreed, exchanged)
+    connections = connect_sets(stage, engine, agreed, exchanged)
     said = describe(exchanged, config.tied_codec, config.warmup_steps)
     return TiedTraffic(engine, config, connections) if connections.ranks else None, said
 

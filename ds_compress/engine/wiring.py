@@ -8,7 +8,7 @@ from ds_compress.config import DIRECTIONS
 from ds_compress.engine.intercept import ShapeLinks
 from ds_compress.engine.stage import Instruction, Stage
 from ds_compress.message.channel import Channel
-from ds_compress.transport.connections import connect
+from ds_compress.transport.connections import connect, require_files
 from ds_compress.transport.p2p import (
     EagerReceiver,
     EagerSender,
@@ -126,6 +126,9 @@ def set_connections(stage: Stage, engine: Any, number: int) -> None:
     wanted = [
         (sorted([engine.global_rank, link.peer]), max(0, number - len(link.groups))) for link in in_order
     ]
+    if number > 1:
+        exchanges = sum(each.files_for(number) for each in stage.exchange_connections)
+        require_files(engine.device, sum(more for _, more in wanted) + exchanges)
     for link, more in zip(in_order, connect(wanted, stage.config.block.link.timeout_s)):
         link.groups = [*link.groups[:number], *more]
     for each in stage.exchange_connections:
@@ -134,7 +137,7 @@ def set_connections(stage: Stage, engine: Any, number: int) -> None:
 
 
 def connect_sets(
-    stage: Stage, sets: Sequence[Sequence[int]], exchanged: str, sends_packets: bool = True
+    stage: Stage, engine: Any, sets: Sequence[Sequence[int]], exchanged: str, sends_packets: bool = True
 ) -> ExchangeConnections:
     """Connect the ranks of each of the `sets`; every rank of the job calls it.
 
@@ -146,6 +149,8 @@ def connect_sets(
     connections = ExchangeConnections(sets, exchanged, seconds)
     stage.groups += connections.groups
     if sends_packets:
+        if stage.connections > 1:
+            require_files(engine.device, connections.files_for(stage.connections))
         connections.set_number(stage.connections)
         stage.exchange_connections.append(connections)
     return connections

@@ -56,7 +56,7 @@ class ConnectionsController(RuntimePart):
             return
         slowest: dict[int, Row] = {}
         for number in NUMBERS:
-            if not lowest(engine.device, _files_for(stage, number) <= max(0, files_left()))[0]:
+            if lowest(engine.device, files_left() - _files_for(stage, number))[0] < 0:
                 break
             self._set(stage, engine, number)
             row = slowest_row(gather(_probe(stage, engine.device), engine.device))
@@ -72,10 +72,10 @@ class ConnectionsController(RuntimePart):
 
 
 def _files_for(stage: StageView, number: int) -> int:
-    """Return how many files more a rank opens for so many connections."""
+    """Return how many files more a rank opens for so many connections, 0 or less if it has as many."""
     links = [link for end in stage.ends for link in (end.link, end.extra_link)]
-    exchanges = [(number - len(each.groups)) * (len(each.ranks) - 1) for each in stage.exchange_connections]
-    return sum(number - len(link.groups) for link in links) + sum(exchanges)
+    exchanges = sum(each.files_for(number) for each in stage.exchange_connections)
+    return sum(number - len(link.groups) for link in links) + exchanges
 
 
 def _probe(stage: StageView, device: torch.device) -> Row:

@@ -6,9 +6,9 @@ by their ranks alone, some at a time.
 
 import contextlib
 import ctypes
-import math
 import os
 import resource
+import sys
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -19,20 +19,20 @@ from threading import Thread
 from typing import Any, NoReturn
 
 import psutil
+import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import PrefixStore, Work
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_compress.errors import CompressionError, in_one_line
+from ds_compress.transport.collectives import lowest
 
 AT_ONCE = 4
 """Connections that are made at a time. Each takes about seven round trips to the store of the job, to which
 every rank keeps so many connections more."""
 SPARE = 64
 """Files that are left for all else."""
-
-_made: Counter[tuple[int, ...]] = Counter()  # connections so far, by ranks; alike on each of these
 
 
 class Connection:
@@ -79,16 +79,13 @@ def connect(wanted: Iterable[tuple[Sequence[int], int]], seconds: float) -> list
         The connections of each of the `wanted`, in the order of these.
 
     Raises:
-        CompressionError: a rank did not come in time, or this process may not open as many files.
+        CompressionError: a rank did not come in time.
     """
-    wanted, named = list(wanted), list[tuple[tuple[int, ...], str]]()
-    for ranks in (tuple(ranks) for ranks, number in wanted for _ in range(number)):
-        named.append((ranks, f"ds_compress/connections/{ranks}/{_made[ranks]}"))
-        _made[ranks] += 1
+    wanted, of_job = list(wanted), _get_default_store()
+    named = _named([tuple(ranks) for ranks, number in wanted for _ in range(number)], of_job)
     if not named:
         return [[] for _ in wanted]
     _make_room(sum(len(ranks) - 1 for ranks, _ in named))
-    of_job = _get_default_store()
     at_once = 1 if _clone(of_job, 0) is None else AT_ONCE
     tasks, results = deque(enumerate(named)), SimpleQueue[tuple[int, Connection | Exception]]()
 
@@ -133,10 +130,42 @@ def _refuse(ranks: Sequence[int], seconds: float, error: Exception) -> NoReturn:
         ) from None
 
 
-def files_left() -> float:
+def _named(each: Sequence[tuple[int, ...]], of_job: Any) -> list[tuple[tuple[int, ...], str]]:
+    """Return the ranks of each connection and its name, which these ranks alone have in common.
+
+    Counted in the store `of_job`: a process may have had other ranks in a job before this one.
+    """
+    own = dist.get_rank()
+    made = {
+        ranks: of_job.add(f"ds_compress/connections of {own}/{ranks}", number) - number
+        for ranks, number in Counter(each).items()
+    }
+    named = []
+    for ranks in each:
+        named.append((ranks, f"ds_compress/connections/{ranks}/{made[ranks]}"))
+        made[ranks] += 1
+    return named
+
+
+def require_files(device: torch.device, number: int) -> None:
+    """Refuse, on every rank of the job, so many connections more of this one for which some rank may not open
+    enough files. Every rank calls it, each with its own number.
+
+    Raises:
+        CompressionError: the same on all ranks, as others would wait for the one that may not.
+    """
+    (spare,) = lowest(device, files_left() - number)
+    if spare < 0:
+        raise CompressionError(
+            f"ds_compress.link.connections: a rank may open {-spare:,} files fewer than they need "
+            "(`ulimit -Hn`); allow more, or use fewer connections"
+        )
+
+
+def files_left() -> int:
     """Return how many more connections this process may open, each a file."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return math.inf if hard == resource.RLIM_INFINITY else hard - _files_with(0)
+    return sys.maxsize if hard == resource.RLIM_INFINITY else max(0, hard - _files_with(0))
 
 
 def _files_with(number: int) -> int:
@@ -145,19 +174,11 @@ def _files_with(number: int) -> int:
 
 
 def _make_room(number: int) -> None:
-    """Raise the soft limit of open files, if so many connections more need that.
-
-    Raises:
-        CompressionError: the hard limit is too low.
-    """
+    """Raise the soft limit of open files, if so many connections more need that."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if number > (left := files_left()):
-        raise CompressionError(
-            f"ds_compress.link.connections: {number:,} more need as many open files, and there may be "
-            f"about {max(0, left):,} (`ulimit -Hn`: {hard:,}); allow more, or use fewer connections"
-        )
     if soft != resource.RLIM_INFINITY and (needed := _files_with(number)) > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 @lru_cache(maxsize=AT_ONCE)

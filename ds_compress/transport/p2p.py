@@ -327,6 +327,10 @@ class ExchangeConnections:
             if dist.get_rank() in ranks:
                 self.ranks, self.groups = ranks, [group]
 
+    def files_for(self, number: int) -> int:
+        """Return how many files more this rank opens for so many."""
+        return (number - len(self.groups)) * (len(self.ranks) - 1) if self.ranks else 0
+
     def set_number(self, number: int) -> None:
         """Have so many from the next packet on; none is in flight."""
         if self.ranks:

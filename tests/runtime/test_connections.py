@@ -50,7 +50,7 @@ def test_a_link_with_little_in_flight_is_slow_by_itself():
     )
 
 
-@pytest.mark.parametrize("left, numbers", [(math.inf, [1, 4, 16, 64, 64]), (15, [1, 4, 16, 4]), (-1, [1, 1])])
+@pytest.mark.parametrize("left, numbers", [(math.inf, [1, 4, 16, 64, 64]), (15, [1, 4, 16, 4]), (0, [1, 1])])
 def test_one_number_that_was_unlucky_ends_nothing(left, numbers, monkeypatch):
     """At .05 % lost, 4 was chosen by 42.6, 48.2 and 34.1 Mbit/s with 1, 4 and 16; 64 gave 102. With too few
     files, 64 ended a job that ran well with 16."""
@@ -60,7 +60,7 @@ def test_one_number_that_was_unlucky_ends_nothing(left, numbers, monkeypatch):
     monkeypatch.setattr(connections, "gather", lambda row, device: [row])
     monkeypatch.setattr(connections, "lowest", lambda device, *values: list(values))
     monkeypatch.setattr(connections, "files_left", lambda: left)
-    exchange = SimpleNamespace(groups=[None], ranks=[0, 1])
+    exchange = SimpleNamespace(files_for=lambda number: number - 1)
     stage = SimpleNamespace(ends=[], exchange_connections=[exchange])
     engine = SimpleNamespace(device=torch.device("cpu"), dynamic_shape=False, global_rank=1)
     controller = connections.ConnectionsController(lambda stage, engine, number: probed.append(number))
