@@ -12,14 +12,13 @@ from ds_compress.codec import Codec, CodecOptions, Context, Layout, Stability, T
 from ds_compress.codecs import bounds
 from ds_compress.codecs.mixins import Stateful, check_entry, parse_size
 from ds_compress.codecs.shapes import (
-    LARGEST_FACTOR,
     WIRE_DTYPES,
     arithmetic_dtype,
     as_message,
     boundary_noise,
     matrix_shape,
 )
-from ds_compress.kernels.numerics import cast, is_finite, saturate
+from ds_compress.kernels.numerics import LARGEST_FACTOR, cast, is_finite, saturate
 
 
 @register("lowrank")

@@ -71,10 +71,6 @@ def boundary_noise(shape: tuple[int, int], ctx: Context) -> Tensor:
     return torch.randn(shape, generator=fixed.generator(), dtype=torch.float32, device="cpu")
 
 
-LARGEST_FACTOR = 2.0**104
-"""What products with matrices cut a message off at: far enough below the range of fp32 for sums over 2^20
-values."""
-
 GroupSize = Annotated[int, Field(ge=8, le=2**20, multiple_of=8)]
 """Runs of so many values of the flattened tensor; a message is padded to whole groups."""
 

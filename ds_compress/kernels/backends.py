@@ -3,8 +3,8 @@
 `reference` is plain PyTorch: it specifies every operation and runs on any device. `cpu` is C++ and numpy,
 `triton` is for GPUs. Each algorithm has a folder with a file of that name per backend; the operations in its
 `__all__` are registered. An operation that a backend lacks is that of the reference. All backends give the
-same bits. These are all operations; their docstrings in reference.py say more. n is any size, a message is
-fp32, bf16, fp16 or fp64, a key has 64 bits, a finite flag is a bool of one element.
+same bits, except of products. These are all operations; their docstrings in reference.py say more. n is any
+size, a message is fp32, bf16, fp16 or fp64, a key has 64 bits, a finite flag is a bool of one element.
 
 quantize: groups of G values, G a multiple of 8; parts are packed codes, uint8 [n, G * bits / 8], steps and
 offsets, bf16 [n], in units of the values
@@ -46,6 +46,12 @@ entropy: words are int16 [frame.words], frame a `CodeLayout`, tolerance and shif
     decode_entropy(words, frame, dtype, dither)        -> [frame.numel] of fp32 or bf16, flag: a possible code
     encode_rows(x, tolerance, frame, dither)           [rows, width] -> words, shifts int8 [rows]
     decode_rows(words, shifts, frame, dtype, dither)   -> [frame.numel], flag
+
+directions: a product of fp32 [rank, width] and coefficients, int8 [rows, rank] in units of 2^exponents, int8
+[rows]; backends round its sums differently
+
+    subtract_product(m, dual, basis)                   [rows, width] -> rest, codes, exponents
+    add_product(rest, codes, exponents, basis)         rest + codes * basis, in place
 """
 
 import logging
@@ -65,7 +71,7 @@ from ds_compress.kernels.quantize.grid import Grid
 
 logger = logging.getLogger(__name__)
 
-ALGORITHMS = ("quantize", "feedback", "topk", "entropy")
+ALGORITHMS = ("quantize", "feedback", "topk", "entropy", "directions")
 ON_GPU = ("quantize", "feedback", "entropy")
 """Those with kernels in Triton; the others run in PyTorch on a GPU."""
 

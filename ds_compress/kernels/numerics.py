@@ -27,6 +27,10 @@ def is_finite(matrix: Tensor) -> Tensor:
     return _limits(matrix).isfinite().all()
 
 
+LARGEST_FACTOR = 2.0**104
+"""What products with matrices cut a message off at: far enough below the range of fp32 for sums over 2^20
+values."""
+
 LARGEST_STATE = 2.0**104
 """The largest magnitude that a feedback keeps. What saturated codecs lose of a larger one would take
 thousands of messages to make up for."""

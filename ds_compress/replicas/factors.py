@@ -20,10 +20,10 @@ from torch import Tensor
 from ds_compress.codec import Codec, Context, TensorSpec
 from ds_compress.codecs.lowrank import LowRank, orthonormal, warm_start
 from ds_compress.codecs.mixins import layers
-from ds_compress.codecs.shapes import LARGEST_FACTOR, WIRE_DTYPES
+from ds_compress.codecs.shapes import WIRE_DTYPES
 from ds_compress.feedback.ef import ErrorFeedbackCodec
 from ds_compress.kernels.backends import kernels
-from ds_compress.kernels.numerics import cast, is_finite, saturate
+from ds_compress.kernels.numerics import LARGEST_FACTOR, cast, is_finite, saturate
 from ds_compress.replicas.exchange import Exchange, Rounds
 from ds_compress.replicas.slices import GRADIENT, Gradient, Slice, Slices, is_compressed
 from ds_compress.replicas.transfers import Replicas, Transfer

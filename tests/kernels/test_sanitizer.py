@@ -89,6 +89,7 @@ CODECS = [
     *({"name": "topk", "indices": coder, "density": 0.3} for coder in ("bitmask", "int16", "int32", "rice")),
     *({"name": "entropy", "bits": bits} for bits in (0.1, 1, 2.5, 6)),
     {"name": "entropy", "rounding": "dither"},
+    {"name": "entropy", "bits": 6, "rank": 8},
 ]
 
 

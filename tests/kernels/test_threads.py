@@ -118,6 +118,14 @@ def test_passes_of_feedbacks(alike, dtype, special):
     alike(lambda: cpu.decode_int8(*codes))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_with_directions(alike, dtype):
+    x, directions = values(96, dtype), values(96)[:8]
+    alike(lambda: cpu.subtract_product(x, directions, directions))
+    rest, *coefficients = cpu.subtract_product(x, directions, directions)
+    alike(lambda: cpu.add_product(rest.clone(), *coefficients, directions))
+
+
 def processor_time(count, threads):
     """Of other threads than this one, as a share of that of all, for long messages."""
     threads[:] = [count]

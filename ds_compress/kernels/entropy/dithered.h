@@ -353,7 +353,7 @@ private:
     // All but the last product are exact: sums are multiples of 1/2 below 2^23.
     Floats ordinary_value_of(Ints joined) const {
         const Floats number = __builtin_convertvector(joined, Floats);
-        return signed_sum(number, Floats{} + 256, Floats{} + offset) * factor;
+        return multiply_add(number, Floats{} + 256, Floats{} + offset) * factor;
     }
 
     const float unit, scale, factor = unit * scale;

@@ -2,23 +2,10 @@
 
 #pragma once
 
-#include <utility>
-
 #include "../simd/vectors.h"
 #include "entropy.h"
 
 constexpr int MOST_LANES = 32, VECTORS = MOST_LANES / LANES;
-
-// f of each number below COUNT, as a constant: arrays that only such numbers index stay in registers.
-template <class F, int... NUMBERS>
-inline void each(F f, std::integer_sequence<int, NUMBERS...>) {
-    (f(std::integral_constant<int, NUMBERS>{}), ...);
-}
-
-template <int COUNT, class F>
-inline void each(F f) {
-    each(f, std::make_integer_sequence<int, COUNT>{});
-}
 
 // Mask: a truth for each lane, as `below` makes it of x < y and `chosen` takes it.
 // look_up: table[index[i]] of lane i. Instructions that gather take two (AVX-512) to three times as long (AVX2).

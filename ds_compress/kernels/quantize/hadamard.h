@@ -11,7 +11,7 @@ inline Floats join_lanes(Floats x, int64_t count) {
         if (DISTANCE >= count) return x;
         Floats signs;
         for (int j = 0; j < LANES; ++j) signs[j] = j & DISTANCE ? -1 : 1;
-        return join_lanes<2 * DISTANCE>(signed_sum(x, signs, swapped<DISTANCE>(x)), count);
+        return join_lanes<2 * DISTANCE>(multiply_add(x, signs, swapped<DISTANCE>(x)), count);
     }
     return x;
 }

@@ -67,7 +67,7 @@ struct MinMax {
     void update(Floats x) {
         low = smaller(x, low);  // passes over nan
         high = larger(x, high);
-        zeros = signed_sum(x, Floats{}, zeros);  // where a product costs less than one more sum
+        zeros = multiply_add(x, Floats{}, zeros);  // where a product costs less than one more sum
     }
 
     float least() const { return reduce(low, smaller<Floats>)[0] + 0.0f; }  // of zeros, +0

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #if defined(__x86_64__)
 #pragma GCC diagnostic push
@@ -42,6 +43,17 @@ typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(4 * LANES)));
 typedef uint8_t Bytes __attribute__((vector_size(4 * LANES)));
 typedef int16_t Shorts __attribute__((vector_size(4 * LANES)));
+
+// f of each number below COUNT, as a constant: arrays that only such numbers index stay in registers.
+template <class F, int... NUMBERS>
+inline void each(F f, std::integer_sequence<int, NUMBERS...>) {
+    (f(std::integral_constant<int, NUMBERS>{}), ...);
+}
+
+template <int COUNT, class F>
+inline void each(F f) {
+    each(f, std::make_integer_sequence<int, COUNT>{});
+}
 
 // Floats and their bits. bf16, the upper half of a float, is passed as uint16_t.
 
@@ -321,14 +333,14 @@ inline Vector swapped(Vector x) {
     return other;
 }
 
-// x * signs + other, where products are exact, as with signs 1, -1 or 0: rounded once, as the sum is.
-inline Floats signed_sum(Floats x, Floats signs, Floats other) {
+// x * y + other. All targets give the same bits where products are exact, as with signs 1, -1 or 0; else some round twice.
+inline Floats multiply_add(Floats x, Floats y, Floats other) {
 #if defined(__AVX512F__)
-    return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)signs, (__m512)other);
+    return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)other);
 #elif defined(__AVX2__) && defined(__FMA__)
-    return (Floats)_mm256_fmadd_ps((__m256)x, (__m256)signs, (__m256)other);
+    return (Floats)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)other);
 #else
-    return x * signs + other;
+    return x * y + other;
 #endif
 }
 

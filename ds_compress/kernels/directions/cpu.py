@@ -1,0 +1,58 @@
+"""Products with directions on the CPU by directions.cpp."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_compress.kernels import native
+from ds_compress.kernels.directions import reference
+from ds_compress.kernels.native.function import FLAG, FLOATS, SIZE, Buffer, Function
+
+__all__ = reference.__all__
+
+_MOST = 64
+"""Directions for which the kernels have memory."""
+
+_FACTORS: dict[str, Any] = {
+    "values": Buffer(FLOATS, ("rows", "width"), dtype_from="bf16"),
+    "bf16": FLAG,
+    "rows": SIZE,
+    "width": SIZE,
+    "rank": range(1, _MOST + 1),
+    "basis": Buffer((torch.float32,), ("rank", "width")),
+    "codes": Buffer((torch.int8,), ("rows", "rank")),
+    "exponents": Buffer((torch.int8,), ("rows",)),
+}
+_subtract = Function(
+    *("directions", "subtract_product"),
+    **_FACTORS,
+    dual=Buffer((torch.float32,), ("rank", "width")),
+    rest=Buffer(FLOATS, ("rows", "width"), dtype_from="bf16"),
+)
+_add = Function(*("directions", "add_product"), **_FACTORS)
+
+
+def subtract_product(m: Tensor, dual: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if not native.serves(m.numel()) or len(basis) > _MOST:
+        return reference.subtract_product(m, dual, basis)
+    values = (m if m.dtype in FLOATS else m.float()).contiguous()
+    rest = torch.empty_like(values)
+    codes = torch.empty(len(m), len(basis), dtype=torch.int8, device="cpu")
+    exponents = torch.empty(len(m), dtype=torch.int8, device="cpu")
+    call = _subtract.bind(**_known(values, basis))
+    call(values, basis.contiguous(), codes, exponents, dual.contiguous(), rest)
+    return rest, codes, exponents
+
+
+def add_product(rest: Tensor, codes: Tensor, exponents: Tensor, basis: Tensor) -> Tensor:
+    if not native.serves(rest.numel()) or len(basis) > _MOST:
+        return reference.add_product(rest, codes, exponents, basis)
+    call = _add.bind(**_known(rest, basis))
+    call(rest, basis.contiguous(), codes.contiguous(), exponents.contiguous())
+    return rest
+
+
+def _known(values: Tensor, basis: Tensor) -> dict[str, Any]:
+    rows, width = values.shape
+    return {"bf16": values.dtype == torch.bfloat16, "rows": rows, "width": width, "rank": len(basis)}

@@ -1,0 +1,142 @@
+// Products with directions, as reference.py has them up to rounding: rows that are taken together share each load of a direction.
+
+#include <algorithm>
+#include <cmath>
+
+#include "../native/calls.h"
+#include "../simd/reduce.h"
+
+namespace {
+
+constexpr int64_t MOST = 64;  // directions
+constexpr int TOGETHER = LANES == 16 ? 4 : 2;  // rows, and directions, whose sums the registers hold: 32 of AVX-512, 16 of others
+constexpr float LARGEST_FACTOR = 0x1p104f;
+constexpr int CODE_BITS = 7;
+
+// As cpu.py declares them.
+struct Factors {
+    void* values;
+    int64_t bf16, rows, width, rank;
+    const float* basis;
+    int8_t *codes, *exponents;
+};
+
+struct SubtractArguments {
+    Factors factors;
+    const float* dual;
+    void* rest;
+};
+
+typedef float Coefficients[TOGETHER][MOST];
+
+// The products of ROWS rows with COUNT directions, from `direction` on.
+template <int ROWS, int COUNT, class In>
+void multiply(const In* x, const float* dual, int64_t width, int64_t direction, Coefficients& to) {
+    Floats sums[ROWS][COUNT] = {};
+    in_vectors(width, [&](int64_t i, int64_t lanes) {
+        Floats values[ROWS];
+        each<ROWS>([&](auto row) { values[row] = load_partial(x + row * width + i, lanes); });
+        each<COUNT>([&](auto d) {
+            const Floats own = load_partial(dual + (direction + d) * width + i, lanes);
+            each<ROWS>([&](auto row) { sums[row][d] = multiply_add(values[row], own, sums[row][d]); });
+        });
+    });
+    const auto add = [](Floats a, Floats b) { return a + b; };
+    for (int row = 0; row < ROWS; ++row)
+        for (int d = 0; d < COUNT; ++d) to[row][direction + d] = reduce(sums[row][d], add)[0];
+}
+
+// Rounds coefficients to codes in units of 2^the exponent that it returns; `factors.py` says how.
+inline int8_t round_to_codes(const float* coefficients, int64_t rank, int8_t* codes) {
+    float most = 0;
+    bool fits = true;
+    for (int64_t d = 0; d < rank; ++d) {
+        const float magnitude = std::fabs(coefficients[d]);
+        fits &= magnitude < LARGEST_FACTOR;  // not nan
+        most = std::max(most, magnitude);
+    }
+    int exponent = 0;
+    std::frexp(fits ? most : 0, &exponent);
+    exponent = std::clamp(exponent - CODE_BITS, -126, 126);
+    const float unit = std::ldexp(1.0f, -exponent);
+    for (int64_t d = 0; d < rank; ++d)
+        codes[d] = fits ? static_cast<int8_t>(std::clamp(std::nearbyint(coefficients[d] * unit), -127.0f, 127.0f)) : 0;
+    return static_cast<int8_t>(exponent);
+}
+
+// y = x + coefficients * basis, of ROWS rows.
+template <int ROWS, class In, class Out>
+void add_rows(const In* x, const Coefficients& coefficients, const Factors& factors, Out* y) {
+    const int64_t width = factors.width;
+    in_vectors(width, [&](int64_t i, int64_t lanes) {
+        Floats sums[ROWS];
+        each<ROWS>([&](auto row) { sums[row] = load_partial(x + row * width + i, lanes); });
+        for (int64_t d = 0; d < factors.rank; ++d) {
+            const Floats own = load_partial(factors.basis + d * width + i, lanes);
+            each<ROWS>([&](auto row) { sums[row] = multiply_add(own, Floats{} + coefficients[row][d], sums[row]); });
+        }
+        each<ROWS>([&](auto row) { store_partial(sums[row], y + row * width + i, lanes); });
+    });
+}
+
+// What the codes of ROWS rows stand for, times `sign`.
+template <int ROWS>
+void read_codes(const Factors& factors, int64_t row, float sign, Coefficients& to) {
+    for (int64_t r = 0; r < ROWS; ++r) {
+        const float unit = sign * std::ldexp(1.0f, factors.exponents[row + r]);
+        for (int64_t d = 0; d < factors.rank; ++d) to[r][d] = unit * factors.codes[(row + r) * factors.rank + d];
+    }
+}
+
+template <int ROWS, class In>
+void subtract_rows(const In* x, const SubtractArguments& args, int64_t row, In* rest) {
+    const Factors& factors = args.factors;
+    Coefficients coefficients;
+    int64_t d = 0;
+    for (; d + TOGETHER <= factors.rank; d += TOGETHER)
+        multiply<ROWS, TOGETHER>(x, args.dual, factors.width, d, coefficients);
+    for (; d < factors.rank; ++d) multiply<ROWS, 1>(x, args.dual, factors.width, d, coefficients);
+    for (int64_t r = 0; r < ROWS; ++r)
+        factors.exponents[row + r] =
+            round_to_codes(coefficients[r], factors.rank, factors.codes + (row + r) * factors.rank);
+    read_codes<ROWS>(factors, row, -1, coefficients);
+    add_rows<ROWS>(x, coefficients, factors, rest);
+}
+
+// work(row, ROWS) of all rows, ROWS of them together.
+template <class F>
+void for_rows(int64_t rows, int threads, const F& work) {
+    in_parallel(rows, threads, [&](int64_t row, int64_t end) {
+        for (; row + TOGETHER <= end; row += TOGETHER) work(row, std::integral_constant<int, TOGETHER>());
+        for (; row < end; ++row) work(row, std::integral_constant<int, 1>());
+        return true;
+    });
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t subtract_product(const SubtractArguments& args, int threads) {
+    with_type(args.factors.values, args.factors.bf16, [&](auto* x) {
+        auto* rest = static_cast<decltype(x)>(args.rest);
+        for_rows(args.factors.rows, threads, [&](int64_t row, auto ROWS) {
+            const int64_t begin = row * args.factors.width;
+            subtract_rows<ROWS()>(x + begin, args, row, rest + begin);
+        });
+    });
+    return 0;
+}
+
+int64_t add_product(const Factors& args, int threads) {
+    with_type(args.values, args.bf16, [&](auto* y) {
+        for_rows(args.rows, threads, [&](int64_t row, auto ROWS) {
+            Coefficients coefficients;
+            read_codes<ROWS()>(args, row, 1, coefficients);
+            add_rows<ROWS()>(y + row * args.width, coefficients, args, y + row * args.width);
+        });
+    });
+    return 0;
+}
+
+}  // extern "C"
