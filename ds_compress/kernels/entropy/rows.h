@@ -98,9 +98,11 @@ public:
         }
     }
 
-    // Values [begin, begin + n); in `space`, where a row is shifted.
+    // Values [begin, begin + n); in `space`, unless all are of one row that stays.
     const In* read(int64_t begin, int64_t n, In* space) const {
         if (!shifts) return x + begin;
+        const int64_t row = begin / width;
+        if (shifts[row] == 0 && begin + n <= (row + 1) * width) return x + begin;
         each_part(begin, n, width, [&](int64_t row, int64_t i, int64_t count) {
             scale(x + begin + i, count, shifts[row] == ZEROS ? 0 : shifts[row], as_float(INFINITE), space + i);
         });
