@@ -113,9 +113,6 @@ def test_passes_of_feedbacks(alike, dtype, special):
     alike(lambda: cpu.is_finite(x))
     alike(lambda: cpu.add_residual(x, state, 2.0, x.isfinite().all()))
     alike(lambda: cpu.update_residual(x, state, x, 2.0, 0.3, 0.7))
-    alike(lambda: cpu.encode_int8(state))
-    codes = cpu.encode_int8(state)
-    alike(lambda: cpu.decode_int8(*codes))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

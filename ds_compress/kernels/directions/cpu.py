@@ -11,15 +11,12 @@ from ds_compress.kernels.native.function import FLAG, FLOATS, SIZE, Buffer, Func
 
 __all__ = reference.__all__
 
-_MOST = 64
-"""Directions for which the kernels have memory."""
-
 _FACTORS: dict[str, Any] = {
     "values": Buffer(FLOATS, ("rows", "width"), dtype_from="bf16"),
     "bf16": FLAG,
     "rows": SIZE,
     "width": SIZE,
-    "rank": range(1, _MOST + 1),
+    "rank": range(1, 65),
     "basis": Buffer((torch.float32,), ("rank", "width")),
     "codes": Buffer((torch.int8,), ("rows", "rank")),
     "exponents": Buffer((torch.int8,), ("rows",)),
@@ -34,7 +31,7 @@ _add = Function(*("directions", "add_product"), **_FACTORS)
 
 
 def subtract_product(m: Tensor, dual: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if not native.serves(m.numel()) or len(basis) > _MOST:
+    if not native.serves(m.numel()):
         return reference.subtract_product(m, dual, basis)
     values = (m if m.dtype in FLOATS else m.float()).contiguous()
     rest = torch.empty_like(values)
@@ -46,7 +43,7 @@ def subtract_product(m: Tensor, dual: Tensor, basis: Tensor) -> tuple[Tensor, Te
 
 
 def add_product(rest: Tensor, codes: Tensor, exponents: Tensor, basis: Tensor) -> Tensor:
-    if not native.serves(rest.numel()) or len(basis) > _MOST:
+    if not native.serves(rest.numel()):
         return reference.add_product(rest, codes, exponents, basis)
     call = _add.bind(**_known(rest, basis))
     call(rest, basis.contiguous(), codes.contiguous(), exponents.contiguous())

@@ -18,26 +18,18 @@ from ds_compress.kernels.quantize import cpu as quantize
 from ds_compress.kernels.quantize.cpu import FORMAT, LARGEST_GROUP, PARTS, VALUES
 from ds_compress.kernels.quantize.grid import Grid
 
-__all__ = reference.__all__
+__all__ = [name for name in reference.__all__ if name not in ("encode_int8", "decode_int8")]
 
 _STATE = Buffer((torch.float32,), ("n",))
 _MESSAGE: dict[str, Any] = {"values": Buffer(FLOATS, ("n",), dtype_from="bf16"), "bf16": FLAG, "n": SIZE}
 _SAME = _MESSAGE["values"]
 _FACTORS: dict[str, Any] = {"scale": float, "residual_decay": float, "error_weight": float}
-_INT8: dict[str, Any] = {
-    "values": _STATE,
-    "n": SIZE,
-    "codes": Buffer((torch.int8,), ("n",)),
-    "scales": Buffer((torch.float32,), ("n",), per=GROUP),
-}
 _delta = Function("feedback", "delta", **_MESSAGE, state=_STATE, factor=float, y=_SAME)
 _update_state = Function("feedback", "update_state", **_MESSAGE, state=_STATE, divisor=float, next=_STATE)
 _is_finite = Function("feedback", "is_finite", **_MESSAGE)
 _update_residual = Function(
     *("feedback", "update_residual"), **_MESSAGE, residual=_STATE, sent=_SAME, **_FACTORS, next=_STATE
 )
-_encode_int8 = Function("feedback", "encode_int8", **_INT8)
-_decode_int8 = Function("feedback", "decode_int8", **_INT8)
 
 
 def _call(function: Function, message: Tensor) -> Call:
@@ -89,25 +81,6 @@ def is_finite(matrix: Tensor) -> Tensor:
 def choose(condition: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """See `reference.choose`; a CPU reads the condition at no cost."""
     return first if condition else second
-
-
-def encode_int8(value: Tensor) -> tuple[Tensor, Tensor]:
-    """See `reference.encode_int8`."""
-    if not _is_supported(value, value):
-        return reference.encode_int8(value)
-    codes = torch.empty(value.shape, dtype=torch.int8, device="cpu")
-    scales = torch.empty(-(-value.numel() // GROUP), dtype=torch.float32, device="cpu")
-    _encode_int8.bind(n=value.numel())(value.detach().contiguous(), codes, scales)
-    return codes, scales
-
-
-def decode_int8(codes: Tensor, scales: Tensor) -> Tensor:
-    """See `reference.decode_int8`."""
-    if not native.serves(codes.numel()):
-        return reference.decode_int8(codes, scales)
-    values = torch.empty(codes.shape, dtype=torch.float32, device="cpu")
-    _decode_int8.bind(n=codes.numel())(values, codes.contiguous(), scales.contiguous())
-    return values
 
 
 def _is_supported(state: Tensor, message: Tensor) -> bool:

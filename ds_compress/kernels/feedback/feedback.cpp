@@ -35,13 +35,6 @@ struct UpdateResidualArguments {
     float* next;
 };
 
-struct Int8Arguments {
-    float* values;
-    int64_t n;
-    int8_t* codes;
-    float* scales;
-};
-
 template <class Float>
 bool delta(const Float* x, const float* state, float factor, int64_t n, Float* y) {
     const Floats most = Floats{} + to_float(largest(x));
@@ -121,20 +114,6 @@ int64_t update_residual(const UpdateResidualArguments& args, int threads) {
             const auto* sent = static_cast<decltype(x)>(args.sent) + begin;
             return update_residual(x, args.residual + begin, sent, update, n, args.next + begin);
         });
-    });
-}
-
-int64_t encode_int8(const Int8Arguments& args, int threads) {
-    return in_parallel(args.n, threads, [&](int64_t begin, int64_t end) {
-        to_int8(args.values + begin, end - begin, args.codes + begin, args.scales + begin / CODED);
-        return true;
-    });
-}
-
-int64_t decode_int8(const Int8Arguments& args, int threads) {
-    return in_parallel(args.n, threads, [&](int64_t begin, int64_t end) {
-        from_int8(args.codes + begin, args.scales + begin / CODED, end - begin, args.values + begin);
-        return true;
     });
 }
 
