@@ -37,7 +37,7 @@ def install(folder: Path, deepspeed: str, torch: str) -> Path:
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
         pip = [python, "-m", "pip", "install", "-qq"]
         release = "deepspeed" if deepspeed == "newest" else f"deepspeed=={deepspeed}"
-        subprocess.run([*pip, f"torch=={torch}", "setuptools", "wheel", "ninja"], check=True)
+        subprocess.run([*pip, f"torch=={torch}", "setuptools>=70.1", "wheel", "ninja"], check=True)
         # deepspeed's setup imports the torch that it will run with
         subprocess.run([*pip, "--no-build-isolation", release], check=True)
         subprocess.run([*pip, "--no-build-isolation", "-e", f"{ROOT}[test]"], check=True)

@@ -29,6 +29,7 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
+from ds_compress.transport import parts
 from tests.support.pipeline import (
     WIDTH,
     CopiedTurned,
@@ -246,6 +247,7 @@ STEPS = 4
 BLOCKS = {
     "blocking": {"link": {"mode": "blocking"}},
     "eager": {},  # the default, with the link of the kind
+    "connections": {"link": {"connections": 3}},
     "topk": {
         "forward": {"codec": {"name": "topk", "density": 0.2}},
         "backward": {"codec": {"name": "topk", "indices": "reuse"}},
@@ -314,6 +316,7 @@ def _record(engine: Any, digest: Any) -> None:
 
 def train_all(kind: Kind, blocks: dict[str, dict[str, Any]] = BLOCKS) -> dict[str, dict[str, Any]]:
     """One engine after the other in the same processes: stock, then with each block."""
+    parts.WHOLE = 64  # so that packets have parts where there are several connections
     with contextlib.redirect_stdout(io.StringIO()):
         stock = {"stock": train(kind, None)} if kind.stock else {}
         return stock | {name: train(kind, block) for name, block in blocks.items()}
@@ -332,6 +335,7 @@ def train_simulated(kind: Kind, block: dict[str, Any]) -> tuple[list[float], lis
     return losses, evaluated
 
 
+EXACT = ("blocking", "eager", "connections")
 LOSSY = ("topk", "quantize")
 
 
@@ -354,7 +358,7 @@ def problems(kind: Kind) -> tuple[list[str], dict[str, dict[str, Any]]]:
             )
             expect(mine["own"] == reference["own"], f"{name}: {mine['own']} own instructions ran")
             expect(mine["packets"] == partner[name]["packets"], f"{name}: rank {number} sends other bytes")
-        for name in ("blocking", "eager"):
+        for name in EXACT:
             mine = runs[name]
             expect(
                 same_weights(mine["weights"], reference["weights"]),
