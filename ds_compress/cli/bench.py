@@ -29,7 +29,8 @@ from ds_compress.feedback import FeedbackCodec
 from ds_compress.kernels.backends import prepare
 from ds_compress.message.channel import Boundary
 from ds_compress.message.clock import clock_for
-from ds_compress.planning.evaluate import REPEATS, ByMicroBatch, Measurements, measure_codecs
+from ds_compress.planning.choice import EvaluatedMessage
+from ds_compress.planning.evaluate import REPEATS, ByMicroBatch, measure_codecs
 
 OUTLIERS = 6
 """Channels of the benchmark tensor that are 20 times as large, as in a transformer's hidden states."""
@@ -132,7 +133,7 @@ def benchmark_tensor(
     return x.to(device, dtype)
 
 
-def measure_boundary(config: Config, number: int, spec: TensorSpec) -> dict[str, Measurements]:
+def measure_boundary(config: Config, number: int, spec: TensorSpec) -> dict[str, EvaluatedMessage]:
     """Measure the codecs of boundary `number` on messages of a benchmark tensor of `spec`, by direction.
 
     Raises:

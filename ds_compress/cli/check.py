@@ -211,7 +211,7 @@ def slow_notes(config: Config, rows: Sequence[Mapping[str, Any]], args: argparse
             continue
         measured.add(row["codec"])
         found = measure_boundary(config, place, spec)[direction]
-        encode, decode = found["encode"], found["decode"]
+        encode, decode = found.encode, found.decode
         uncompressed = 8e-9 * row["raw_bytes"] / args.gbps
         if encode + decode > uncompressed:
             yield (

@@ -7,6 +7,7 @@ behind computation is not known beforehand, so several prices are tried. The ste
 then predicted by replaying the schedule, at the best depth.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -79,14 +80,19 @@ def candidates_for(quality: Quality | None) -> list[Candidate]:
     ]
 
 
-@dataclass(frozen=True)
-class EvaluatedMessage:
-    """Cost and error of a candidate in one direction of a boundary."""
+class EvaluatedMessage(NamedTuple):
+    """Cost and error of a candidate in one direction of a boundary; an error of inf is not known."""
 
-    cost: MessageCost
-    token_error: float  # counts forward (`codecs.message_error`); inf: not known
-    gradient_error: float  # error of the accumulated gradient, which counts backward; inf: not known
-    error: float  # of the message as a whole, which counts nowhere; inf: not known
+    bytes: float = 0.0
+    encode: float = 0.0  # seconds
+    decode: float = 0.0
+    error: float = math.inf  # of the message as a whole, which counts nowhere
+    token_error: float = math.inf  # counts forward (`codecs.message_error`)
+    gradient_error: float = math.inf  # error of the accumulated gradient, which counts backward
+
+    @property
+    def cost(self) -> MessageCost:
+        return MessageCost(int(self.bytes), self.encode, self.decode)
 
 
 @dataclass(frozen=True)
@@ -163,8 +169,8 @@ def _cheapest(
     """Return the cheapest evaluation of a boundary, or of two combined; None if none is within `limits`."""
 
     def key(message: EvaluatedMessage) -> tuple[float, float]:
-        cost = message.cost
-        return cost.encode + cost.decode + price * cost.nbytes / network.bandwidth, message.token_error
+        seconds = message.encode + message.decode
+        return seconds + price * int(message.bytes) / network.bandwidth, message.token_error
 
     separable = [own for own in evaluations if own.candidate.is_separable]
     forward = [own for own in separable if own.forward.token_error <= limits.forward]

@@ -16,7 +16,7 @@ largest of three messages, and the mean of messages 20 to 40:
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,8 +29,7 @@ from ds_compress.config.policies import ChannelKey
 from ds_compress.message.channel import Boundary
 from ds_compress.message.clock import HostClock
 from ds_compress.message.gradient_error import GradientError
-from ds_compress.planning.choice import Candidate, EvaluatedMessage, Evaluation
-from ds_compress.planning.step_time import MessageCost
+from ds_compress.planning.choice import Candidate, EvaluatedMessage
 
 REPEATS = 3
 """Messages that a candidate is evaluated on: of as many micro-batches, or of those that exist in turn."""
@@ -42,19 +41,8 @@ ByMicroBatch = dict[int, list[Tensor]]
 
 Messages = dict[ChannelKey, ByMicroBatch]
 
-Measurements = dict[str, float]
-"""Measurements of one direction: bytes, seconds to encode and to decode, relative error and token error
-(`MessageError`), error of the accumulated gradient (`GradientError`)."""
-
-UNKNOWN: Measurements = {
-    "bytes": 0.0,
-    "encode": 0.0,
-    "decode": 0.0,
-    "error": math.inf,
-    "token_error": math.inf,
-    "gradient_error": math.inf,
-}
-"""Measurements of a candidate that cannot be used, or was not evaluated."""
+UNKNOWN = EvaluatedMessage()
+"""A candidate that cannot be used, or was not evaluated."""
 
 
 def is_informative(messages: Messages) -> bool:
@@ -77,23 +65,9 @@ def boundary_block(candidate: Candidate) -> dict[str, Any]:
     return {direction: {"feedback": "none", **candidate.block[direction]} for direction in DIRECTIONS}
 
 
-def to_evaluation(candidate: Candidate, found: Mapping[str, Mapping[str, float]]) -> Evaluation:
-    """Make the result of `evaluate`, by direction, an `Evaluation`."""
-    messages = (
-        EvaluatedMessage(
-            MessageCost(int(own["bytes"]), own["encode"], own["decode"]),
-            own["token_error"],
-            own["gradient_error"],
-            own["error"],
-        )
-        for own in (found[direction] for direction in DIRECTIONS)
-    )
-    return Evaluation(candidate, *messages)
-
-
 def evaluate(
     boundary: Boundary, candidate: Candidate, pair: Sequence[ByMicroBatch], clock: HostClock, step: int = 0
-) -> dict[str, Measurements]:
+) -> dict[str, EvaluatedMessage]:
     """Measure `candidate` on messages of `boundary`, by direction.
 
     Args:
@@ -118,7 +92,7 @@ def evaluate(
 
 def measure_codecs(
     ends: tuple[Boundary, Boundary], pair: Sequence[ByMicroBatch], clock: HostClock, step: int = 0
-) -> dict[str, Measurements]:
+) -> dict[str, EvaluatedMessage]:
     """Send messages between the two `ends` of a boundary, after the warm-up; return what is measured, by
     direction.
 
@@ -129,7 +103,7 @@ def measure_codecs(
     if config.in_force.sample_ids:  # the same samples come again, as if their messages had changed altogether
         count = config.in_force.sample_ids.count(list(map(TensorSpec.of, pair[0][numbers[0]])))
         ends[0].sample_ids[0] = torch.arange(count, dtype=torch.int64, device="cpu")
-    found: dict[str, list[Measurements]] = {direction: [] for direction in DIRECTIONS}
+    found: dict[str, list[EvaluatedMessage]] = {direction: [] for direction in DIRECTIONS}
     accumulated = {direction: GradientError() for direction in DIRECTIONS}
     first = max(step, config.warmup_steps)
     for repeat in range(REPEATS):
@@ -138,7 +112,7 @@ def measure_codecs(
             tensors = own[numbers[repeat % len(numbers)]]
             measured, sent, arrived = _measure(sides, direction, tensors, clock, first + repeat)
             found[direction].append(measured)
-            if measured["error"]:
+            if measured.error:
                 accumulated[direction].add(sent, arrived)
     return {direction: _summarize(rows, accumulated[direction]) for direction, rows in found.items()}
 
@@ -162,9 +136,9 @@ def _separate_end(boundary: Boundary, config: Config) -> Boundary:
 
 def _measure(
     ends: Sequence[Boundary], direction: str, tensors: list[Tensor], clock: HostClock, step: int
-) -> tuple[Measurements, list[Tensor], list[Tensor]]:
+) -> tuple[EvaluatedMessage, list[Tensor], list[Tensor]]:
     """Send one message from the first end to the second; return its compressed tensors, too, and what
-    arrived."""
+    arrived. The error of accumulated gradients is not known yet."""
     sender, receiver = (getattr(end, direction) for end in ends)
     message_id = sender.message_id(step, 0)
     start = clock.mark()
@@ -173,15 +147,9 @@ def _measure(
     decoded = receiver.decode(encoded.packet, message, message_id, lambda nbytes: encoded.extra)
     end = clock.mark()
     sent, arrived = message.compressed_of(tensors), message.compressed_of(decoded)
-    error, token_error = _errors(sender.codec, sent, arrived, direction)
-    measured = {
-        "bytes": float(encoded.nbytes),
-        "encode": clock.ms(start, middle) / 1e3,
-        "decode": clock.ms(middle, end) / 1e3,
-        "error": error,
-        "token_error": token_error,
-    }
-    return measured, sent, arrived
+    times = clock.ms(start, middle) / 1e3, clock.ms(middle, end) / 1e3
+    errors = _errors(sender.codec, sent, arrived, direction)
+    return EvaluatedMessage(float(encoded.nbytes), *times, *errors), sent, arrived
 
 
 def _errors(
@@ -198,11 +166,15 @@ def _errors(
     return max(found.relative_error, MIN_ERROR), math.inf if loses else max(found.token_error, MIN_ERROR)
 
 
-def _summarize(rows: Sequence[Measurements], accumulated: GradientError) -> Measurements:
+def _summarize(rows: Sequence[EvaluatedMessage], accumulated: GradientError) -> EvaluatedMessage:
     """Combine several messages: the shortest times, the largest errors, the bytes of the last one."""
-    best = {what: min(row[what] for row in rows) for what in ("encode", "decode")}
-    worst = {what: max(row[what] for row in rows) for what in ("error", "token_error")}
-    error = worst["error"]
+    error = max(row.error for row in rows)
     value = accumulated.value if error else 0.0
-    value = math.inf if math.isnan(value) else max(value, MIN_ERROR if error else 0.0)
-    return {**rows[-1], **best, **worst, "gradient_error": value}
+    return EvaluatedMessage(
+        bytes=rows[-1].bytes,
+        encode=min(row.encode for row in rows),
+        decode=min(row.decode for row in rows),
+        error=error,
+        token_error=max(row.token_error for row in rows),
+        gradient_error=math.inf if math.isnan(value) else max(value, MIN_ERROR if error else 0.0),
+    )

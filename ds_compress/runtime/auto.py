@@ -22,6 +22,7 @@ from ds_compress.message.part import Change, Engine, StageView
 from ds_compress.planning.balance import balance_layers, is_uneven
 from ds_compress.planning.choice import (
     Candidate,
+    EvaluatedMessage,
     Evaluation,
     candidates_for,
     combine,
@@ -32,12 +33,10 @@ from ds_compress.planning.choice import (
 from ds_compress.planning.evaluate import (
     REPEATS,
     UNKNOWN,
-    Measurements,
     Messages,
     boundary_block,
     evaluate,
     is_informative,
-    to_evaluation,
 )
 from ds_compress.planning.schedule import is_deepspeed_schedule
 from ds_compress.planning.step_time import Workload
@@ -85,13 +84,13 @@ def evaluate_candidates(
     for side, boundary in (("before", stage.before), ("after", stage.after)):
         pair = [messages.get((boundary.number, key), {}) for key in DIRECTIONS] if boundary else []
         for candidate in candidates:
-            found: dict[str, Measurements] = dict.fromkeys(DIRECTIONS, UNKNOWN)
+            found = dict.fromkeys(DIRECTIONS, UNKNOWN)
             if boundary is not None and all(pair):
                 found = stage.on_codec_stream(
                     boundary, partial(evaluate, boundary, candidate, pair, clock, step)
                 )
             for direction, own in found.items():
-                for what, value in own.items():
+                for what, value in own._asdict().items():
                     row[column_name(side, candidate, direction, what)] = value
     return row
 
@@ -207,7 +206,8 @@ def _evaluation(candidate: Candidate, before: Sequence[Row], after: Sequence[Row
         upstream = [row[column_name("after", candidate, direction, what)] for row in before]
         return max(upstream + [row[column_name("before", candidate, direction, what)] for row in after])
 
-    return to_evaluation(candidate, {key: {what: worst(key, what) for what in UNKNOWN} for key in DIRECTIONS})
+    messages = (EvaluatedMessage(*(worst(key, what) for what in UNKNOWN._fields)) for key in DIRECTIONS)
+    return Evaluation(candidate, *messages)
 
 
 def _everywhere(block: dict[str, Any], boundaries: int) -> dict[str, Any]:

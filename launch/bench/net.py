@@ -107,10 +107,7 @@ class Bench:
         if recipe == BASELINE:
             return TransferPlan(raw, raw, eager=False)
         config = Config(settings(recipe, depth))
-        traffic = {
-            direction: MessageCost(int(own["bytes"]), own["encode"], own["decode"])
-            for direction, own in measure_boundary(config, 0, self.spec).items()
-        }
+        traffic = {direction: own.cost for direction, own in measure_boundary(config, 0, self.spec).items()}
         return TransferPlan(**traffic, eager=config.block.link.mode == "eager", depth=depth)
 
     def add(

@@ -13,8 +13,15 @@ from ds_compress.config import DIRECTIONS
 from ds_compress.config.recipes import LIMITS, recipe
 from ds_compress.message.clock import clock_for
 from ds_compress.message.observer import observing
-from ds_compress.planning.choice import candidates_for, combine, pick_best, rank, uncompressed_recipe
-from ds_compress.planning.evaluate import Messages, evaluate, to_evaluation
+from ds_compress.planning.choice import (
+    Evaluation,
+    candidates_for,
+    combine,
+    pick_best,
+    rank,
+    uncompressed_recipe,
+)
+from ds_compress.planning.evaluate import Messages, evaluate
 from ds_compress.planning.step_time import LinkSpeed, Workload
 from ds_compress.runtime.auto import MessageCopies
 from ds_compress.simulate import simulate
@@ -48,7 +55,7 @@ def choose(block: Block, task: Task, seed: int, device: torch.device) -> Choice:
         train([model], {}, task, seed, device, most=STEPS)  # messages of a step replace those before
     evaluations = [
         [
-            to_evaluation(candidate, evaluate(each.upstream, candidate, pair, clock_for(device), STEPS))
+            Evaluation(candidate, **evaluate(each.upstream, candidate, pair, clock_for(device), STEPS))
             for candidate in candidates_for(block["quality"])
         ]
         for each in boundaries

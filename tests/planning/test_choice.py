@@ -26,8 +26,8 @@ from ds_compress.planning.choice import (
     write_block,
 )
 from ds_compress.planning.depth import MemoryBudget
-from ds_compress.planning.evaluate import REPEATS, evaluate, to_evaluation
-from ds_compress.planning.step_time import LinkSpeed, MessageCost, Workload
+from ds_compress.planning.evaluate import REPEATS, UNKNOWN, evaluate
+from ds_compress.planning.step_time import LinkSpeed, Workload
 from tests.monitor.test_meters import gradients
 
 SHAPE = (512, 256)
@@ -59,10 +59,9 @@ def evaluations():
         for candidate in candidates_for(None):
             measured = evaluate(boundary, candidate, pair, clock_for(CPU))
             for direction, own in measured.items():
-                is_plain = candidate.block[direction]["codec"] == "none"
-                own["encode"] = own["decode"] = 0.0 if is_plain else RAW / CODEC
-                own["bytes"] *= SCALE
-            found[kind].append(to_evaluation(candidate, measured))
+                seconds = 0.0 if candidate.block[direction]["codec"] == "none" else RAW / CODEC
+                measured[direction] = own._replace(bytes=SCALE * own.bytes, encode=seconds, decode=seconds)
+            found[kind].append(Evaluation(candidate, **measured))
     return found
 
 
@@ -130,13 +129,12 @@ def test_each_boundary_has_errors_of_its_own(evaluations):
 def setting(name, feedback="none", nbytes=1):
     """A candidate that loses nothing."""
     block = {direction: {"codec": name, "feedback": feedback} for direction in DIRECTIONS}
-    message = EvaluatedMessage(MessageCost(nbytes), 0.0, 0.0, 0.0)
+    message = EvaluatedMessage(nbytes, error=0.0, token_error=0.0, gradient_error=0.0)
     return Evaluation(Candidate(name, block, True), message, message)
 
 
 def test_an_unknown_error_is_above_every_limit():
-    unknown = EvaluatedMessage(MessageCost(1), math.inf, math.inf, math.inf)
-    odd = replace(setting("bf16"), backward=unknown)
+    odd = replace(setting("bf16"), backward=UNKNOWN)
     networks = (LinkSpeed(1e6),) * (STAGES - 1)
     rows = ranked([[setting("none", nbytes=RAW), odd]] * 2, ErrorLimits(1e9, 1e9), networks, 0.01)
     assert pick_best(rows, ErrorLimits(1e9, 1e9))["recipe"] == "bf16 / none"
@@ -194,7 +192,7 @@ def error(feedback, numbers, **shapes):
     """Of gradients, where the micro-batches have the messages with these numbers."""
     backward = {"codec": {"name": "quantize", "bits": 4}, "feedback": feedback}
     messages = {place: drawn(n, **shapes.get(str(place), {})) for place, n in enumerate(numbers)}
-    return evaluated({"backward": backward}, messages)[1]["backward"]["error"]
+    return evaluated({"backward": backward}, messages)[1]["backward"].error
 
 
 def in_training(feedback, count=40):
@@ -229,8 +227,8 @@ def test_gradients_are_within_a_class_by_what_does_not_average_out():
         codec = {"name": "entropy", "bits": 1.5, "rounding": rounding}
         messages = {number: [gradients(number)] for number in range(REPEATS)}
         candidate, measured = evaluated({"backward": {"codec": codec}}, messages)
-        assert measured["forward"]["gradient_error"] == 0
-        found[rounding] = to_evaluation(candidate, measured)
+        assert measured["forward"].gradient_error == 0
+        found[rounding] = Evaluation(candidate, **measured)
     biased, unbiased = found["nearest"], found["dither"]
     assert unbiased.backward.error > 1.2 * biased.backward.error
     allow = LIMITS["aggressive"].allow
@@ -246,7 +244,7 @@ def test_what_loses_few_tokens_is_in_no_class():
         for (x,) in messages.values():
             x[-1] *= small
         candidate, measured = evaluated({"forward": {"codec": {"name": "fp8"}}}, messages)
-        found = to_evaluation(candidate, measured)
+        found = Evaluation(candidate, **measured)
         assert found.forward.error < 0.05
         assert found.forward.token_error == math.inf if small < 1 else found.forward.token_error < 0.05
         made = combine([[found]], (LinkSpeed(1e6),), LIMITS["aggressive"], eager=True)

@@ -16,8 +16,7 @@ from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.errors import CompressionError
 from ds_compress.feedback import FeedbackCodec
 from ds_compress.message.gradient_error import estimate_gradient_error
-from ds_compress.planning.choice import Candidate, Evaluation
-from ds_compress.planning.evaluate import UNKNOWN, Measurements, to_evaluation
+from ds_compress.planning.choice import Candidate, EvaluatedMessage, Evaluation
 
 ERROR_NUMEL = 1 << 20
 """Where codecs are not timed, messages have at most so many values, or one row."""
@@ -42,31 +41,34 @@ def evaluate_from_args(candidate: Candidate, args: argparse.Namespace) -> Evalua
             f"{KEY}.boundaries: gives boundaries codecs of their own, but a step is predicted with the same "
             "at all of them; leave it out"
         )
-    return to_evaluation(candidate, {row["direction"]: _measurements(config, row, args) for row in rows[:2]})
+    return Evaluation(candidate, *(_evaluate_message(config, row, args) for row in rows[:2]))
 
 
-def _measurements(config: Config, row: dict[str, Any], args: argparse.Namespace) -> Measurements:
-    """Measure the message that `row` of `message_sizes` describes."""
+def _evaluate_message(config: Config, row: dict[str, Any], args: argparse.Namespace) -> EvaluatedMessage:
+    """Evaluate the codec of the message that `row` of `message_sizes` describes."""
+    nbytes = row["wire_bytes"]
     if row["codec"] in UNCOMPRESSED:
-        return {**dict.fromkeys(UNKNOWN, 0.0), "bytes": row["wire_bytes"]}
+        return EvaluatedMessage(nbytes, error=0.0, token_error=0.0, gradient_error=0.0)
     spec, codec = message_spec(args), getattr(config.in_force.codecs(0), row["direction"])
     part, width = spec, spec.shape[-1]
     if args.codec_gbps and spec.numel > ERROR_NUMEL:
         part = replace(spec, shape=(max(1, ERROR_NUMEL // width), width))
     block = json.dumps({**config.written, "min_numel": 0})  # the message is large enough, its part may not be
-    found = dict(_measure(block, part)[row["direction"]])
-    varies = isinstance(codec, VariableSizePayload)  # `check` gives its maximum
-    found["bytes"] = found["bytes"] * spec.numel / part.numel if varies else row["wire_bytes"]
+    found = _measure(block, part)[row["direction"]]
+    if isinstance(codec, VariableSizePayload):  # `check` gives its maximum
+        nbytes = found.bytes * spec.numel / part.numel
+    found = found._replace(bytes=nbytes)
     if args.codec_gbps:
-        found["encode"] = found["decode"] = spec.nbytes / (args.codec_gbps * 1e9)
-    if math.isinf(found["token_error"]):  # nothing arrives of some tokens: as if that held for all
-        found["token_error"] = max(1.0, found["error"])
+        seconds = spec.nbytes / (args.codec_gbps * 1e9)
+        found = found._replace(encode=seconds, decode=seconds)
+    if math.isinf(found.token_error):  # nothing arrives of some tokens: as if that held for all
+        found = found._replace(token_error=max(1.0, found.error))
     if not isinstance(codec, FeedbackCodec):  # random values hide the bias, for which a feedback makes up
-        found["gradient_error"] = estimate_gradient_error(found["error"], codec.unbiased)
+        found = found._replace(gradient_error=estimate_gradient_error(found.error, codec.unbiased))
     return found
 
 
 @cache
-def _measure(block: str, spec: TensorSpec) -> dict[str, Measurements]:
+def _measure(block: str, spec: TensorSpec) -> dict[str, EvaluatedMessage]:
     """Measure the codecs of `block`, in JSON, once per process."""
     return measure_boundary(Config(json.loads(block)), 0, spec)
