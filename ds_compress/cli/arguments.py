@@ -19,6 +19,7 @@ _LAYOUTS = "was removed: train a few steps with each layout, and compare with `d
 OLD = {
     "--held-mb": "is now --activation-mb",
     "--hostfile": "was removed: deepspeed --hostfile FILE --num_gpus 1 --module ds_compress doctor",
+    "--max-error": "was removed: use --quality",
     "--model": f"{_RUN}, and advise takes --forward-ms, or --finetune",
     "--probe": f"{_RUN}, and advise takes --forward-ms",
     "--replicas": _LAYOUTS,

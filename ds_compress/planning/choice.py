@@ -61,8 +61,8 @@ class Candidate:
     is_separable: bool  # whether one direction may be used without the other
 
 
-def candidates_for(quality: Quality | None) -> list[Candidate]:
-    """Return every candidate of `quality`, or of any if it is None.
+def candidates_for(quality: Quality) -> list[Candidate]:
+    """Return every candidate of `quality`.
 
     No two share a name or a block, and each can start at any step.
     """
@@ -75,9 +75,7 @@ def candidates_for(quality: Quality | None) -> list[Candidate]:
         block = {direction: recipe[direction] for direction in DIRECTIONS}
         found.append((strictest, Candidate(name, block, block["forward"] == block["backward"])))
     order = list(LIMITS)
-    return [
-        own for strictest, own in found if quality is None or order.index(strictest) <= order.index(quality)
-    ]
+    return [own for strictest, own in found if order.index(strictest) <= order.index(quality)]
 
 
 class EvaluatedMessage(NamedTuple):

@@ -14,6 +14,8 @@ from ds_compress.config.recipes import LIMITS, ErrorLimits
 from ds_compress.message.channel import Boundary
 from ds_compress.message.clock import clock_for
 from ds_compress.planning.choice import (
+    CODECS,
+    RECIPES,
     Candidate,
     EvaluatedMessage,
     Evaluation,
@@ -56,7 +58,7 @@ def evaluations():
     for kind in MESSAGES:
         x, found[kind] = message(kind), []
         pair = {0: [x]}, {0: [x.roll(1, dims=-1)]}
-        for candidate in candidates_for(None):
+        for candidate in candidates_for("aggressive"):
             measured = evaluate(boundary, candidate, pair, clock_for(CPU))
             for direction, own in measured.items():
                 seconds = 0.0 if candidate.block[direction]["codec"] == "none" else RAW / CODEC
@@ -151,7 +153,7 @@ def test_a_block_says_most_once():
 
 def test_separable_candidates_go_with_any_other_direction():
     """Each direction of what may be mixed goes with any other one."""
-    every = candidates_for(None)
+    every = candidates_for("aggressive")
     assert len({json.dumps(candidate.block, sort_keys=True) for candidate in every}) == len(every)
     split = [candidate for candidate in every if candidate.is_separable]
     assert len(split) == len(every) - len(LIMITS) + 1, "all but three recipes"
@@ -166,7 +168,7 @@ def test_a_quality_never_takes_what_sends_fewer_bits_than_its_recipe():
     names = {quality: {each.name for each in candidates_for(quality)} for quality in LIMITS}
     assert names["lossless"] == {"none", "lossless"}
     assert names["lossless"] < names["safe"] < names["balanced"] < names["aggressive"]
-    assert names["aggressive"] == {each.name for each in candidates_for(None)}
+    assert names["aggressive"] == {*CODECS, *RECIPES}
     for strict, loose in itertools.pairwise(("safe", "balanced", "aggressive")):
         assert strict in names[strict] and loose not in names[strict]
 

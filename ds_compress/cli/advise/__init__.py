@@ -18,7 +18,7 @@ from ds_compress.cli.advise.planner import list_recipes, predict_run, read_recip
 from ds_compress.cli.arguments import add_import, add_message, device, integer, number, numbers
 from ds_compress.cli.console import show
 from ds_compress.config import KEY
-from ds_compress.config.recipes import DEFAULT, LIMITS, ErrorLimits
+from ds_compress.config.recipes import DEFAULT, LIMITS
 from ds_compress.errors import CompressionError
 from ds_compress.planning import choice
 from ds_compress.planning.depth import MAX_DEPTH
@@ -120,11 +120,6 @@ def add_parser(subparsers: Any) -> None:
         help=f"error budget (default: {DEFAULT})",
     )
     parser.add_argument(
-        "--max-error",
-        type=number(0, 1e9),
-        help="largest token error of a message, and error of accumulated gradients, instead of a budget",
-    )
-    parser.add_argument(
         "--device",
         type=device,
         default="cpu",
@@ -151,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
     args.dtype = args.dtype or "fp32"
     files = read_recipe_files(args.recipe or ())
     network = LinkSpeed(bandwidth=args.gbps * 1e9 / 8, latency=args.latency_ms / 1e3)
-    limits = LIMITS[args.quality] if args.max_error is None else ErrorLimits(args.max_error, args.max_error)
+    limits = LIMITS[args.quality]
     recipes = list_recipes(args, files, footprint, network, limits)
     rows = choice.rank(workload, (network,) * (args.stages - 1), recipes)
     best = choice.pick_best(rows, limits)
@@ -161,8 +156,7 @@ def run(args: argparse.Namespace) -> int:
         more = {"predicted": [{**asdict(own), "total": own.total} for own in footprint]} if footprint else {}
         print(json.dumps({"rows": rows, "best": name, "block": block, **more}, indent=2))
         return 0
-    option = f"--quality {args.quality}" if args.max_error is None else "--max-error"
-    print(format_verdict(rows, best, limits, option))
+    print(format_verdict(rows, best, args.quality))
     if best:
         print(f'"{KEY}": {json.dumps(block)}')
     if footprint:

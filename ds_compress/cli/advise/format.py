@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ds_compress.config.recipes import ErrorLimits
+from ds_compress.config.recipes import LIMITS, Quality
 from ds_compress.planning.choice import is_within, largest_error
 
 if TYPE_CHECKING:
@@ -44,25 +44,24 @@ def format_footprint(footprint: "Sequence[StageFootprint]") -> tuple[str, list[d
     return "predicted for a micro-batch, at depth 1", rows
 
 
-def format_verdict(
-    rows: Sequence[dict[str, Any]], best: dict[str, Any] | None, limits: ErrorLimits, option: str
-) -> str:
+def format_verdict(rows: Sequence[dict[str, Any]], best: dict[str, Any] | None, quality: Quality) -> str:
     """Say in one line what to use, how much faster a step gets, and what limits it then.
 
     Args:
         rows: of `rank`.
         best: the one to use, if any.
-        option: that gives the limits.
+        quality: whose limits hold.
     """
     baseline = rows[0]
     # At the depth at which that is fastest: unequal stages gain by depth without any link
     free = min(row["step_s"] / row["speedup_limit"] for row in rows)
     ceiling = f"a link without any cost would make it {baseline['step_s'] / free:.2f} times as fast"
     if best is None:
+        limits = LIMITS[quality]
         allowed = [row for row in rows[1:] if is_within(row, limits)]
         if not allowed:
-            most = f"{limits.forward:g} of tokens and {limits.backward:g} of accumulated gradients ({option})"
-            return f"No recipe has errors up to {most}; {ceiling}."
+            most = f"{limits.forward:g} of tokens and {limits.backward:g} of accumulated gradients"
+            return f"No recipe has errors up to {most} (--quality {quality}); {ceiling}."
         top = min(allowed, key=lambda row: row["step_s"])
         speed = f"{top['recipe']}, the best, makes a step {top['speedup']:.2f} times as fast"
         return f"Nothing will pay: {speed}; {ceiling}."

@@ -58,7 +58,7 @@ def list_recipes(
     if not files:
         evaluations = [
             evaluate_from_args(candidate, args)
-            for candidate in choice.candidates_for(None if args.max_error is not None else args.quality)
+            for candidate in choice.candidates_for(args.quality)
             if not any(codec.refuses(spec) for codec, _ in Config(candidate.block).in_force.pairs())
         ]
         link = {"eager": True, "depth": args.depth, "budgets": _budgets(args, footprint)}
