@@ -49,14 +49,23 @@ def bytes_per_step(runs: list[RecordedRun]) -> Figure | None:
     if not bars:
         return None
     figure, axes = _axes("Bytes of a step, by boundary and direction", "", "MB on the wire")
-    axes.grid(False, axis="x")
     for x, (_, number, sent, raw) in enumerate(bars):
         axes.bar(x, sent / 1e6, color=f"C{number}", width=0.7)
-        label = "uncompressed" if x == 0 else None
-        axes.hlines(raw / 1e6, x - 0.42, x + 0.42, color="black", linestyle=":", label=label)
-    axes.set_xticks(range(len(bars)), [name for name, *_ in bars], fontsize="small")
+        _mark(axes, x, raw / 1e6, "uncompressed")
+    _name_bars(axes, [name for name, *_ in bars])
     axes.legend()
     return figure
+
+
+def _mark(axes: Any, x: int, value: float, label: str) -> None:
+    """Draw a dotted line across bar `x`; the first one has the `label`."""
+    label = "" if x else label
+    axes.hlines(value, x - 0.42, x + 0.42, color="black", linestyle=":", label=label)
+
+
+def _name_bars(axes: Any, names: list[str]) -> None:
+    axes.grid(False, axis="x")
+    axes.set_xticks(range(len(names)), names, fontsize="small")
 
 
 def step_time(runs: list[RecordedRun]) -> Figure | None:
@@ -75,22 +84,14 @@ def step_time(runs: list[RecordedRun]) -> Figure | None:
     if not bars:
         return None
     figure, axes = _axes("Where the time of a step goes", "", "ms per step, median")
-    axes.grid(False, axis="x")
     for x, (_, run, spent) in enumerate(bars):
         step = run.median("step_ms")
         base = 0.0
         for part, ms in {"compute and idle": max(0.0, step - sum(spent.values())), **spent}.items():
             axes.bar(x, ms, bottom=base, color=COLORS[part], width=0.7, label=part if x == 0 else None)
             base += ms
-        axes.hlines(
-            run.median("uncompressed_step_ms"),
-            x - 0.42,
-            x + 0.42,
-            color="black",
-            linestyle=":",
-            label="uncompressed (estimate)" if x == 0 else None,
-        )
-    axes.set_xticks(range(len(bars)), [name for name, _, _ in bars], fontsize="small")
+        _mark(axes, x, run.median("uncompressed_step_ms"), "uncompressed (estimate)")
+    _name_bars(axes, [name for name, *_ in bars])
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 

@@ -6,7 +6,7 @@ import math
 import re
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,25 +44,23 @@ class RecordedRun:
             count += 1
         return count
 
-    def channel(self, name: str, boundary: int, direction: str) -> Series:
-        return self.series.get(label(name, boundary, direction), [])
-
     def total(self, name: str, kind: str = "") -> Series:
         """Sum a value over all channels, at the samples where all have one; with a kind in `GRADIENTS`: a
         value of gradients that are exchanged, over all stages."""
-        if kind:
-            return _sum(self._by_stage(kind, name))
-        return _sum([self.channel(name, b, d) for b in range(self.boundaries) for d in DIRECTIONS])
+        values = [dict(own) for own in self._everywhere(name, kind)]
+        shared = set.intersection(*map(set, values)) if values else set()
+        return [(samples, sum(each[samples] for each in values)) for samples in sorted(shared)]
+
+    def _everywhere(self, name: str, kind: str) -> list[Series]:
+        """Return the series of a value of all channels, or with a `kind` of all stages."""
+        places = rf"{kind}/stage_\d+" if kind else rf"boundary_\d+/({'|'.join(DIRECTIONS)})"
+        return [own for each, own in self.series.items() if re.fullmatch(f"{PREFIX}/{places}/{name}", each)]
 
     def bytes_ratio(self, kind: str = "") -> float:
         """Return raw over wire bytes of the whole run, of what `total` sums; nan where it wrote none."""
         totals = [self.total(name, kind) for name in ("raw_bytes", "wire_bytes")]
         raw, wire = (series[-1][1] if series else math.nan for series in totals)
         return raw / wire if wire > 0 else math.nan
-
-    def _by_stage(self, kind: str, name: str) -> list[Series]:
-        form = re.escape(exchange_label(kind, 0, name)).replace("0", r"\d+", 1)
-        return [own for each, own in self.series.items() if re.fullmatch(form, each)]
 
     def rounds(self) -> dict[str, float]:
         """Return what rounds of replicas that are launched apart were like; empty if there were none.
@@ -78,7 +76,7 @@ class RecordedRun:
         members = [
             count for at, count in self.series[exchange_label("replicas", 0, "members")] if at in samples
         ]
-        times = self._by_stage("replicas", "round_s")
+        times = self._everywhere("round_s", "replicas")
         return {
             "rounds": counts[-1][1],
             "members_least": min(members),
@@ -94,7 +92,7 @@ class RecordedRun:
 
     def per_step(self, name: str, boundary: int, direction: str) -> float:
         """Return the mean growth of a running total in a step; nan where it was written less than twice."""
-        points = self.channel(name, boundary, direction)
+        points = self.series.get(label(name, boundary, direction), [])
         if len(points) < 2:
             return math.nan
         (start, least), (end, most) = points[0], points[-1]
@@ -104,13 +102,6 @@ class RecordedRun:
     def final_loss(self) -> float:
         """Return mean of the last losses."""
         return statistics.fmean(loss for _, loss in self.series[LOSS][-FINAL:])
-
-
-def _sum(parts: Sequence[Series]) -> Series:
-    """Add up series, at the samples where every one has a value."""
-    values = [dict(part) for part in parts]
-    shared = set.intersection(*map(set, values)) if values else set()
-    return [(samples, sum(each[samples] for each in values)) for samples in sorted(shared)]
 
 
 def find_baseline(runs: list[RecordedRun]) -> RecordedRun | None:
