@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ds_compress.codec import MessageId
 from ds_compress.codecs.message_error import UNKNOWN, MessageError, compare
-from ds_compress.config import DIRECTIONS, Config
+from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary, Channel
 from ds_compress.message.clock import HostClock
@@ -55,14 +55,9 @@ class SimulatedBoundary(nn.Module):
         self.config = config
         self.upstream = Boundary(number, config, replica)
         self.downstream = Boundary(number, config, replica)
-        self.sending = self.upstream.forward, self.downstream.backward
         self.micro_batches = micro_batches
-        self.errors = {direction: MeanError() for direction in DIRECTIONS}
-        self.limits = {direction: LimitCheck(direction) for direction in DIRECTIONS}
-        self.ends = {
-            each.direction: SimulatedEnd(each, [self.errors[each.direction], self.limits[each.direction]])
-            for each in self.sending
-        }
+        self.meters = TrafficMeter(self.upstream.forward), TrafficMeter(self.downstream.backward)
+        self.ends = {each.channel.direction: SimulatedEnd(each.channel, [each]) for each in self.meters}
         self._tracking = tracking
         self.trained = 0  # micro-batches so far
         self._evaluated = 0
@@ -119,8 +114,8 @@ class SimulatedBoundary(nn.Module):
     def _end_step(self) -> None:
         if not self.is_answered:
             self.is_answered = True
-            for channel in self.sending:
-                self.limits[channel.direction].warn(channel)
+            for meter in self.meters:
+                meter.warn()
 
     def transfer(
         self, source: Channel, target: Channel, tensors: Sequence[Tensor], message_id: MessageId
@@ -139,60 +134,47 @@ class SimulatedBoundary(nn.Module):
         return arrived
 
 
-def _compressed(message: SeenMessage) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the compressed tensors of a message of training, and what arrived; nothing of an evaluation."""
-    assert message.encoded is not None and message.decoded is not None
-    if not message.message_id.training:
-        return [], []
-    layout = message.encoded.layout
-    return layout.compressed_of(message.tensors), layout.compressed_of(message.decoded)
+class TrafficMeter(Observer):
+    """Errors of the messages that a channel sends in training: their mean, and against the limits of the
+    guard in the steps that it checks."""
 
-
-class MeanError(Observer):
-    """Relative and token error of the compressed tensors of a message, averaged over messages."""
-
-    def __init__(self) -> None:
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.gradient_error = 0.0  # largest of all checks
         self._messages = 0
         # on the device of the messages after the first: adding does not wait
         self._total: Tensor = torch.zeros((), dtype=torch.float64, device="cpu")
-
-    def after(self, message: SeenMessage) -> None:
-        sent, arrived = _compressed(message)
-        if sent:
-            self._total = self._total + compare(sent, arrived)
-            self._messages += 1
-
-    @property
-    def value(self) -> MessageError:
-        """Return the mean; nan without messages, or after one that was not finite."""
-        return MessageError(*(self._total / self._messages).tolist()) if self._messages else UNKNOWN
-
-
-class LimitCheck(Observer):
-    """Messages of one direction against the limits of the guard, in the steps that it checks."""
-
-    def __init__(self, direction: str) -> None:
-        self.gradient_error = 0.0  # largest of all checks
-        self._gradients = GradientError() if direction == "backward" else None
+        self._gradients = GradientError() if channel.direction == "backward" else None
         self._meter: SendingMeter | None = None  # of a step that is checked
         self._before: dict[str, float] = {}  # values of the check before
         self._warned: set[tuple[str, str]] = set()  # (codec, limit)
 
     def after(self, message: SeenMessage) -> None:
-        config, (sent, _) = message.channel.boundary.config, _compressed(message)
-        if sent and config.block.guard.is_due(message.message_id.step + 1 - config.warmup_steps):
+        assert message.encoded is not None and message.decoded is not None
+        layout, config = message.encoded.layout, self.channel.boundary.config
+        sent, arrived = layout.compressed_of(message.tensors), layout.compressed_of(message.decoded)
+        if not message.message_id.training or not sent:
+            return
+        self._total = self._total + compare(sent, arrived)
+        self._messages += 1
+        if config.block.guard.is_due(message.message_id.step + 1 - config.warmup_steps):
             compared = range(AVERAGED if self._gradients else 1)
             self._meter = self._meter or SendingMeter(HostClock(), compared, self._gradients)
             self._meter.after(message)
+
+    @property
+    def error(self) -> MessageError:
+        """Return the mean; nan without messages, or after one that was not finite."""
+        return MessageError(*(self._total / self._messages).tolist()) if self._messages else UNKNOWN
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """Return the limits that were exceeded."""
         return tuple(sorted({limit for _, limit in self._warned}))
 
-    def warn(self, channel: Channel) -> None:
+    def warn(self) -> None:
         """Log each value of the step beyond a limit, once per limit and codec, as the monitor does."""
-        meter, self._meter = self._meter, None
+        channel, meter, self._meter = self.channel, self._meter, None
         if meter is None:
             return
         if meter.failure:

@@ -50,11 +50,8 @@ class SimulatedTraining:
         """Return the learning rates of the optimizer."""
         return self._lr() if self._lr else ()
 
-    def follow(self, model: nn.Module) -> None:
-        """Run the policy in the passes of `model`."""
-        model.register_forward_pre_hook(lambda *_: self._before_pass())
-
-    def _before_pass(self) -> None:
+    def before_pass(self, *_: Any) -> None:
+        """Run the policy if a step has ended; a hook of the whole model."""
         first = self._boundaries[0]  # gradients reach it last
         steps, begun = divmod(first.trained, first.micro_batches)
         begins = first.training and torch.is_grad_enabled() and not begun
@@ -140,7 +137,7 @@ def simulate(
     if tracking is not None:
         _follow(simulated, boundaries, tracking)
     if boundaries and config.has_policy:
-        SimulatedTraining(config, boundaries, lr).follow(simulated)
+        simulated.register_forward_pre_hook(SimulatedTraining(config, boundaries, lr).before_pass)
     if boundaries and config.in_force.sample_ids:
         _follow_samples(simulated, boundaries, config.in_force.sample_ids)
     return simulated
@@ -236,18 +233,18 @@ def traffic(model: nn.Module) -> list[Traffic]:
     """Return the traffic of each direction of each boundary in `model`."""
     return [
         Traffic(
-            boundary.upstream.number,
-            channel.direction,
-            channel.sent.messages,
-            channel.sent.raw_bytes,
-            channel.sent.wire_bytes,
-            boundary.errors[channel.direction].value.relative_error,
-            boundary.errors[channel.direction].value.token_error,
-            boundary.limits[channel.direction].gradient_error,
-            boundary.limits[channel.direction].warnings,
+            meter.channel.boundary.number,
+            meter.channel.direction,
+            meter.channel.sent.messages,
+            meter.channel.sent.raw_bytes,
+            meter.channel.sent.wire_bytes,
+            meter.error.relative_error,
+            meter.error.token_error,
+            meter.gradient_error,
+            meter.warnings,
         )
         for boundary in _boundaries(model)
-        for channel in boundary.sending
+        for meter in boundary.meters
     ]
 
 
