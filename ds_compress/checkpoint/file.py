@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -116,30 +116,37 @@ def _without_gone_options(found: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name not in GONE or value != GONE[name]}
 
 
-class _Opened(NamedTuple):
-    file: Any
-    hashes: Mapping[str, str]  # by entry
-    metadata: Metadata
-
-
 class StateFile:
-    """Reads the file at `path`; opens it when it is needed.
+    """Reads the file at `path`.
 
-    Every read may raise `DamagedFile`.
+    To open it, and every read, may raise `DamagedFile`.
     """
 
     def __init__(self, path: Path):
         self.path = path
-
-    @property
-    def metadata(self) -> Metadata:
-        return self._opened.metadata
+        with _damage():
+            if not path.is_file():
+                raise FileNotFoundError(f"there is no file {path}")
+            self._file: Any = safe_open(path, "pt")
+            texts = self._file.metadata() or {}
+            if texts.keys() != {"state", "hash"} or texts["hash"] != _hash_of_text(texts["state"]):
+                raise ValueError("its metadata is not what was written")
+            state = json.loads(texts["state"], object_hook=_without_gone_options)
+            self.metadata = Metadata.model_validate_json(json.dumps(state))
+            if self.metadata.name != path.name:
+                raise ValueError(f"it was written as {self.metadata.name}")
+            entries = sorted(self._file.keys())
+            if self.metadata.names != _hash_of_text(json.dumps(entries)):
+                raise ValueError("its entries are not those that were written")
+            text, length = self.metadata.hashes, 2 * HASH_BYTES
+            hashes = [text[at : at + length] for at in range(0, len(text), length)]
+            self._hashes = dict(zip(entries, hashes, strict=True))
 
     @functools.cached_property
     def keys(self) -> frozenset[str]:
         encoded = self.metadata.encoded
         parts = {f"{key}#{number}" for key, (*_, count) in encoded.items() for number in range(count)}
-        return frozenset(self._opened.hashes.keys() - parts | encoded.keys())
+        return frozenset(self._hashes.keys() - parts | encoded.keys())
 
     def read(self, key: str) -> Tensor:
         """Return the tensor as it was saved, or what its codec makes of it; on the CPU, and finite."""
@@ -157,8 +164,8 @@ class StateFile:
         return value
 
     def _read_entry(self, name: str) -> Tensor:
-        value = self._opened.file.get_tensor(name).clone()  # the library maps the file: it may be written to
-        if _hash_of_entry(name, value) != self._opened.hashes[name]:
+        value = self._file.get_tensor(name).clone()  # the library maps the file: it may be written to
+        if _hash_of_entry(name, value) != self._hashes[name]:
             raise ValueError(f"entry {name} is not what was written")
         return value
 
@@ -175,26 +182,6 @@ class StateFile:
     @functools.cached_property
     def _codec(self) -> Codec:
         return CODECS.build(self.metadata.codec, str(self.path))
-
-    @functools.cached_property
-    def _opened(self) -> _Opened:
-        with _damage():
-            if not self.path.is_file():
-                raise FileNotFoundError(f"there is no file {self.path}")
-            file = safe_open(self.path, "pt")
-            texts = file.metadata() or {}
-            if texts.keys() != {"state", "hash"} or texts["hash"] != _hash_of_text(texts["state"]):
-                raise ValueError("its metadata is not what was written")
-            state = json.loads(texts["state"], object_hook=_without_gone_options)
-            metadata = Metadata.model_validate_json(json.dumps(state))
-            if metadata.name != self.path.name:
-                raise ValueError(f"it was written as {metadata.name}")
-            entries = sorted(file.keys())
-            if metadata.names != _hash_of_text(json.dumps(entries)):
-                raise ValueError("its entries are not those that were written")
-            length = 2 * HASH_BYTES
-            hashes = [metadata.hashes[at : at + length] for at in range(0, len(metadata.hashes), length)]
-            return _Opened(file, dict(zip(entries, hashes, strict=True)), metadata)
 
 
 @contextmanager

@@ -93,8 +93,8 @@ def load_side(root: Path, tag: str, rank: Rank, side: Side, step: int) -> Found:
     """Search the files of checkpoint `tag` for `side`; log why a file that it needs cannot be read."""
     result, why = Found(ABSENT if side.has_state else RESTORED), ""
     for path in rank.shards(Path(root, tag)):
-        file = StateFile(path)
         try:
+            file = StateFile(path)
             metadata = file.metadata
             # saved under this tag by an earlier run with more stages: not part of this checkpoint
             if metadata.step != step or side.key not in metadata.settings:
@@ -123,8 +123,9 @@ def saved_gradients(
         traffic: one of those of a session.
     """
     key = gradients_key(traffic.kind)
-    file = StateFile(rank.path(Path(root, tag)))
+    path = rank.path(Path(root, tag))
     try:
+        file = StateFile(path)
         if file.metadata.step != step or key not in file.metadata.settings:
             return None, "the checkpoint has none"
         if file.metadata.settings[key] != json.loads(json.dumps(traffic.settings)):
@@ -135,7 +136,7 @@ def saved_gradients(
                 layer.check_memory(memory)
         return memories, ""
     except (DamagedFile, CompressionError) as error:
-        return None, f"{file.path} cannot be read: {error}"
+        return None, f"{path} cannot be read: {error}"
 
 
 def saved_state(root: Path, tag: str, rank: Rank, step: int) -> tuple[dict[str, Any], dict[str, list[float]]]:
