@@ -183,9 +183,9 @@ def _measure_passes(
             step = interval or len(parts)
             for own in (parts[start : start + step] for start in range(0, len(parts), step)):
                 if interval:
-                    x = checkpoint(_run_parts, own, x, use_reentrant=False, preserve_rng_state=False)
+                    x = checkpoint(nn.Sequential(*own), x, use_reentrant=False, preserve_rng_state=False)
                 else:
-                    x = _run_parts(own, x)
+                    x = nn.Sequential(*own)(x)
             is_last = parts[-1].part_id.kind == AFTER
             output = causal_lm_loss(x, ids) if is_last else x[0] if isolated else x
             del x
@@ -195,12 +195,6 @@ def _measure_passes(
             del output
             left = before - meter.now
     return kept, meter.peak, left, forward_flops, meter.flops - forward_flops
-
-
-def _run_parts(parts: list[Part], x: Any) -> Any:
-    for part in parts:
-        x = part(x)
-    return x
 
 
 def _keep_int8_inputs(part: Part, quantized: Part) -> None:

@@ -39,7 +39,9 @@ def merge(run: Path, to: Path, which: str = LATEST) -> None:
         CompressionError: `run` has no complete checkpoint, lacks layers, or was trained with other adapters;
             or `to` is not empty, or cannot be written.
     """
-    settings, checkpoint = read_settings(run / NAME), find_checkpoint(run, which)
+    settings, name = read_settings(run / NAME), read_name(run, which)
+    if name is None:
+        raise CompressionError(f"{run}: no complete checkpoint: {which} is missing")
     writing = f"--to {to}: cannot be written"
     with failures_at(writing):
         if to.exists() and any(to.iterdir()):
@@ -50,7 +52,7 @@ def merge(run: Path, to: Path, which: str = LATEST) -> None:
     specs, _ = make_layer_specs(model, 1, lora, None, False, settings.seed, settings.quantize)
     adapters: dict[str, Tensor] = {}
     shards: list[dict[str, int]] = []
-    for part in _load_parts(specs, checkpoint):
+    for part in _load_parts(specs, run / name):
         adapters |= adapter_tensors(part)
         if tensors := merged_tensors(part):
             with failures_at(writing):
@@ -62,18 +64,6 @@ def merge(run: Path, to: Path, which: str = LATEST) -> None:
         if lora:
             lora.save_pretrained(str(to / ADAPTER))
             save_file(adapters, to / ADAPTER / "adapter_model.safetensors", metadata=FORMAT)
-
-
-def find_checkpoint(run: Path, which: str) -> Path:
-    """Return the folder of the last complete checkpoint, or of the best.
-
-    Raises:
-        CompressionError: there is none.
-    """
-    name = read_name(run, which)
-    if name is None:
-        raise CompressionError(f"{run}: no complete checkpoint: {which} is missing")
-    return run / name
 
 
 def _name_shards(shards: list[dict[str, int]], to: Path) -> None:

@@ -143,9 +143,7 @@ def _compare_parts(whole: PreTrainedModel, parts: list[Part], inputs: dict[str, 
     """Compare logits and gradients of the whole model with those of its parts."""
     ids = inputs["input_ids"]
     expected = whole(**inputs, use_cache=False).logits
-    x: Any = (ids, inputs["position_ids"]) if "position_ids" in inputs else ids
-    for part in parts:
-        x = part(x)
+    x = nn.Sequential(*parts)((ids, inputs["position_ids"]) if "position_ids" in inputs else ids)
     _compare("logits", x, expected)
     causal_lm_loss(expected, ids).backward()
     causal_lm_loss(x, ids).backward()
