@@ -20,7 +20,17 @@ from ds_compress.registry import plugins
 from ds_compress.sites import command as replica_store
 from ds_compress.version import __version__
 
-COMMANDS = (listing, check, bench, advise, report, merge, reference, doctor, replica_store)
+COMMANDS = {
+    "list": listing,
+    "check": check,
+    "bench": bench,
+    "advise": advise,
+    "report": report,
+    "merge": merge,
+    "schema": reference,
+    "doctor": doctor,
+    "replica-store": replica_store,
+}
 
 
 def parser() -> Parser:
@@ -29,12 +39,11 @@ def parser() -> Parser:
     built.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     built.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher adds it
     subparsers = built.add_subparsers(dest="command", required=True)
-    for command in COMMANDS:
-        command.add_parser(subparsers)
-    for action in subparsers._choices_actions:
-        each = subparsers.choices[action.dest]
-        text = str(action.help)
-        each.description = each.description or f"{text[0].upper()}{text[1:]}."
+    for name, command in COMMANDS.items():
+        text = command.HELP
+        own = subparsers.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        command.add_arguments(own)
+        own.set_defaults(run=command.run)
     return built
 
 

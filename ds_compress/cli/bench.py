@@ -42,8 +42,10 @@ SECONDS = 0.35
 """Least time in which each function is measured."""
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("bench", help="measure size, error and speed of codecs on this machine")
+HELP = "measure size, error and speed of codecs on this machine"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shape", type=shape, default=(4, 1024, 1024), help="shape of the tensor (default: 4,1024,1024)"
     )
@@ -62,7 +64,6 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     add_import(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

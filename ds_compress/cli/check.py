@@ -26,10 +26,10 @@ UNCOMPRESSED = ("none", "none (below min_numel)")
 """Codec in the row of a message that is sent uncompressed."""
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "check", help="validate a ds_config.json, and print the bytes of each message"
-    )
+HELP = "validate a ds_config.json, and print the bytes of each message"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("ds_config", type=Path, help="the DeepSpeed config to check")
     add_message(parser)
     parser.add_argument(
@@ -46,7 +46,6 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_import(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

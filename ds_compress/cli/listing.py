@@ -34,10 +34,10 @@ MESSAGE = TensorSpec((4, 1024, 1024), torch.float32)
 """Message whose bits `--recipes` shows."""
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "list", help="list all codecs, feedbacks, policies and keys of the block, with their options"
-    )
+HELP = "list all codecs, feedbacks, policies and keys of the block, with their options"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON instead of text")
     form.add_argument("--markdown", action="store_true", help="print Markdown: the page docs/options.md")
@@ -45,7 +45,6 @@ def add_parser(subparsers: Any) -> None:
         "--recipes", action="store_true", help="list the recipes instead, and what each sends"
     )
     add_import(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

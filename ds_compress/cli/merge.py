@@ -2,14 +2,14 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from ds_compress.cli.console import importing_deepspeed
 from ds_compress.errors import CompressionError
 
+HELP = "write a fine-tuned model as a Transformers checkpoint"
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("merge", help="write a fine-tuned model as a Transformers checkpoint")
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help='folder of the run: "out" in its train.json')
     parser.add_argument(
         "--to",
@@ -23,7 +23,6 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="merge the checkpoint with the lowest perplexity (default: the last one)",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

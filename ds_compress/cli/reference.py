@@ -27,13 +27,11 @@ _LIMITS = {
 }
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "schema",
-        help='print a JSON Schema with which an editor checks the "ds_compress" block of a ds_config.json',
-    )
+HELP = 'print a JSON Schema with which an editor checks the "ds_compress" block of a ds_config.json'
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_import(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

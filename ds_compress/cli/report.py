@@ -22,10 +22,10 @@ figure { margin: 2rem 0; } img { max-width: 100%; } figcaption { color: #555; }
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "report", help="compare finished runs: write plots and a table as HTML and PNG files"
-    )
+HELP = "compare finished runs: write plots and a table as HTML and PNG files"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "runs",
         nargs="+",
@@ -37,7 +37,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("report"), help="folder to write to (default: report)"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,22 +5,19 @@ import os
 import resource
 import threading
 from contextlib import suppress
-from typing import Any
 
 from torch.distributed import TCPStore
 
 from ds_compress.config.replicas import STORE
 from ds_compress.errors import CompressionError, in_one_line
 
+HELP = "serve the store through which sites exchange weights"
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "replica-store", help="serve the store through which sites exchange weights"
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--port", type=int, required=True, help="port that all sites can reach; 0: any free one"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

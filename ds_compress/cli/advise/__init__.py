@@ -11,7 +11,6 @@ import json
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ds_compress.cli.advise.format import format_footprint, format_row, format_verdict
 from ds_compress.cli.advise.planner import list_recipes, predict_run, read_recipe_files, workload_from
@@ -30,11 +29,10 @@ def depth(text: str) -> int | str:
     return text if text == "auto" else integer(1, MAX_DEPTH)(text)
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "advise",
-        help="predict, without training, which recipe and depth are the fastest for a model and a link",
-    )
+HELP = "predict, without training, which recipe and depth are the fastest for a model and a link"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_message(parser, required=False)
     parser.set_defaults(dtype=None)
     parser.add_argument(
@@ -132,7 +130,6 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_import(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 from ds_compress.cli.arguments import integer, number
 from ds_compress.cli.check import read
@@ -20,11 +19,11 @@ from ds_compress.errors import CompressionError
 MARKS = {"good": "good", "look": "LOOK", "bad": "BAD "}
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the `doctor` command and its options."""
-    parser = subparsers.add_parser(
-        "doctor", help="check this machine, all machines of a job, or a replica store before a run"
-    )
+HELP = "check this machine, all machines of a job, or a replica store before a run"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     parser.add_argument(
         "--timeout",
         type=number(1, 1e6),
@@ -51,7 +50,6 @@ def add_parser(subparsers: Any) -> None:
         help="with --replica-store: compare the settings of the sites there with this ds_config.json",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
