@@ -85,20 +85,9 @@ class Rows:
     bounds: np.ndarray
     """[rows + 1] int64: where in `tokens` each row begins, and where the last one ends."""
 
-    def __len__(self) -> int:
-        return len(self.bounds) - 1
-
     def __getitem__(self, number: int) -> np.ndarray:
         """Return ids, labels and positions of a row: [2 or 3, tokens]."""
         return self.tokens[slice(*self.bounds[number : number + 2])].T
-
-    def split(self, first: int) -> "tuple[Rows, Rows]":
-        """Return the `first` rows, and the others."""
-        return Rows(self.tokens, self.bounds[: first + 1]), Rows(self.tokens, self.bounds[first:])
-
-    def own_tokens(self) -> np.ndarray:
-        """Return the tokens of these rows alone."""
-        return self.tokens[self.bounds[0] : self.bounds[-1]]
 
 
 class Sequences:
@@ -106,16 +95,20 @@ class Sequences:
 
     def __init__(self, settings: Settings, tokenizer: Any):
         data = settings.data
-        found = _load(settings, data.train, tokenizer)
+        rows, self.train = _load(settings, data.train, tokenizer)
+        self.sources = [rows]
+        """Those that `train` has the numbers of, by length, and if they are others, those of `eval`."""
         if data.eval is None:
-            sizes = [len(each) for each in found]
+            sizes = [len(each) for each in self.train]
             held_out = [max(1, round(size * data.eval_share)) if size > 1 else 0 for size in sizes]
             if any(sizes) and not any(held_out):
                 held_out[sizes.index(1)] = 1
-            parts = [each.split(len(each) - count) for each, count in zip(found, held_out)]
-            self.train, self.eval = (list(each) for each in zip(*parts))
+            found, ends = self.train, [size - count for size, count in zip(sizes, held_out)]
+            self.train = [each[:end] for each, end in zip(found, ends)]
+            self.eval = [each[end:] for each, end in zip(found, ends)]
         else:
-            self.train, self.eval = found, _load(settings, data.eval, tokenizer)
+            rows, self.eval = _load(settings, data.eval, tokenizer)
+            self.sources.append(rows)
         for name, sequences in (("train", self.train), ("eval", self.eval)):
             if not sum(map(len, sequences)):
                 missing = f"no {name} document in which something is learned; give more"
@@ -140,7 +133,7 @@ class Sequences:
         sizes = micro_batches, replicas, micro_batch
         for length, numbers in itertools.islice(self._draw_steps(math.prod(sizes)), start, None):
             chosen = numbers.reshape(sizes)[:, replica]
-            yield [self._batch([_find(self.train, number) for number in row], length) for row in chosen]
+            yield [self._batch(self.sources[0], row, length) for row in chosen]
 
     def _draw_steps(self, together: int) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the length of each step, and the numbers of its `together` sequences.
@@ -151,11 +144,10 @@ class Sequences:
         next_epoch = np.empty(0, dtype=np.int64)
         for epoch in itertools.count():
             draw = np.random.default_rng((self._settings.seed, epoch))
-            steps, first, remaining = list[tuple[int, np.ndarray]](), 0, next_epoch[:0]
+            steps, remaining = list[tuple[int, np.ndarray]](), next_epoch[:0]
             for length, sequences in zip(self._settings.lengths, self.train):
                 carried = next_epoch if length == self._settings.lengths[-1] else next_epoch[:0]
-                numbers = np.concatenate([carried, remaining, first + draw.permutation(len(sequences))])
-                first += len(sequences)
+                numbers = np.concatenate([carried, remaining, draw.permutation(sequences)])
                 full = len(numbers) // together
                 steps += [(length, each) for each in numbers[: full * together].reshape(full, together)]
                 remaining = numbers[full * together :]
@@ -166,33 +158,22 @@ class Sequences:
     def held_out(self, micro_batch: int, replica: int, replicas: int) -> list[Any]:
         """Return this replica's held-out micro-batches, of the largest length; the last ones may repeat
         sequences."""
-        total, together = sum(map(len, self.eval)), micro_batch * replicas
-        count = -(-min(total, self._settings.eval_sequences) // together)
-        draw = np.random.default_rng(self._settings.seed)
-        order = draw.permutation(total) if len(self.eval) > 1 else np.arange(total)
+        order, together = np.concatenate(self.eval), micro_batch * replicas
+        count = -(-min(len(order), self._settings.eval_sequences) // together)
+        if len(self.eval) > 1:
+            order = np.random.default_rng(self._settings.seed).permutation(order)
         numbers = np.resize(order, (count, replicas, micro_batch))[:, replica]
-        return [
-            self._batch([_find(self.eval, number) for number in row], self._settings.lengths[-1])
-            for row in numbers
-        ]
+        return [self._batch(self.sources[-1], row, self._settings.lengths[-1]) for row in numbers]
 
-    def _batch(self, rows: Sequence[np.ndarray], length: int) -> tuple[Any, Tensor]:
-        found = torch.from_numpy(_pad(rows, length)).long().unbind(1)
+    def _batch(self, rows: Rows, numbers: np.ndarray, length: int) -> tuple[Any, Tensor]:
+        found = torch.from_numpy(_pad([rows[number] for number in numbers], length)).long().unbind(1)
         inputs = (found[IDS], found[POSITIONS]) if self._settings.sends_positions else found[IDS]
         return inputs, found[LABELS]
 
 
-def _find(parts: Sequence[Rows], number: int) -> np.ndarray:
-    """Return the row with this number, counted over all parts."""
-    for rows in parts:
-        if number < len(rows):
-            return rows[number]
-        number -= len(rows)
-    raise IndexError(number)
-
-
-def _load(settings: Settings, source: str, tokenizer: Any) -> list[Rows]:
-    """Load the sequences of `source`, by length; the first call writes them to the folder of the run."""
+def _load(settings: Settings, source: str, tokenizer: Any) -> tuple[Rows, list[np.ndarray]]:
+    """Load the sequences of `source`, and the numbers of those of each length; the first call writes them to
+    the folder of the run."""
     path = Path(source)
     stat = path.stat() if path.is_file() else None
     key = [
@@ -224,4 +205,4 @@ def _load(settings: Settings, source: str, tokenizer: Any) -> list[Rows]:
     with failures_at(f"{NAME}.out: {caches[0].parent}: damaged, remove this folder"):
         tokens, bounds = (np.load(cache, mmap_mode="r") for cache in caches)
     counts = np.searchsorted(np.sort(np.diff(bounds)), settings.lengths, side="right")
-    return [Rows(tokens, bounds[start : end + 1]) for start, end in itertools.pairwise([0, *counts])]
+    return Rows(tokens, bounds), np.split(np.arange(len(bounds) - 1), counts[:-1])

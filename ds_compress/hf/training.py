@@ -84,11 +84,10 @@ class FinetuneRun:
             tokenizer = AutoTokenizer.from_pretrained(name)
         data: Sequences = _call_in_turn(lambda: Sequences(self.settings, tokenizer))
         what = f"{NAME}.data: the text, or what the tokenizer makes of it,"
-        for rows in data.train + data.eval:  # the number of calls must not depend on the data
+        for rows in data.sources:
             _check_same(what, rows.bounds)
-            _check_same(what, rows.own_tokens())
-            if len(rows):
-                check_tokens(config, rows.own_tokens()[:, IDS], name)
+            _check_same(what, rows.tokens)
+            check_tokens(config, rows.tokens[:, IDS], name)
         return tokenizer, data
 
     def run(self) -> None:

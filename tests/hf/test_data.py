@@ -157,7 +157,7 @@ def rows_of(steps):
 
 
 def own_rows(sequences):
-    rows = [rows[number] for rows in sequences.train for number in range(len(rows))]
+    rows = [sequences.sources[0][number] for numbers in sequences.train for number in numbers]
     return [tuple(row[IDS][row[LABELS] != IGNORED].tolist()) for row in rows]
 
 
@@ -179,7 +179,7 @@ def test_a_resumed_run_gets_the_batches_that_are_due(sequences):
 def test_held_out_sequences_are_not_trained_on(sequences):
     assert len(sequences.eval[0]) == max(1, round(0.05 * (len(sequences.eval[0]) + len(sequences))))
     (ids, _), _ = sequences.held_out(2, 0, 1)[0]
-    assert ids.tolist() == [sequences.eval[0][number][IDS].tolist() for number in range(2)]
+    assert ids.tolist() == [sequences.sources[0][number][IDS].tolist() for number in sequences.eval[0][:2]]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

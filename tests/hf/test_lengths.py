@@ -46,16 +46,16 @@ def sequences(tmp_path):
 
 
 def test_documents_have_the_smallest_length_that_holds_them(sequences):
-    for length, rows in zip(LENGTHS, sequences.train):
-        sizes = [rows[number].shape[1] for number in range(len(rows))]
+    for length, numbers in zip(LENGTHS, sequences.train):
+        sizes = [sequences.sources[0][number].shape[1] for number in numbers]
         assert max(sizes) <= length and (min(sizes) > length // 2 or length == LENGTHS[0])
 
 
 def test_what_is_kept_is_as_large_as_the_documents(tmp_path):
     """Rows were kept at their length: 2000 documents of 200 tokens took 65 MB at 4096."""
-    rows = Sequences(read_settings(prepare_lengths(tmp_path, sequence_length=[4096])), tokenizer())
+    sequences = Sequences(read_settings(prepare_lengths(tmp_path, sequence_length=[4096])), tokenizer())
     tokens = len(re.findall(r"\w+", (tmp_path / "rows.txt").read_text())) + 99  # each document has an end
-    assert len(rows.train[0].tokens) == tokens
+    assert len(sequences.sources[0].tokens) == tokens
     kept = sum(file.stat().st_size for file in tmp_path.rglob("*-*.npy"))
     assert kept < 2 * 4 * tokens + 8 * 100 + 500
 
