@@ -132,15 +132,16 @@ class Monitor(RuntimePart):
             turn = number // every - 1 if counted else number // self.config.block.guard.every
             one, several = {turn % step.engine.micro_batches}, range(AVERAGED)
             for end in step.stage.ends:
+                meter: SendingMeter | ReceivingMeter = ReceivingMeter(self._clock)
                 if isinstance(end, SendingEnd):
                     gradients = None
                     if end.channel.direction == "backward":
                         boundary = end.channel.boundary.number
                         gradients = self._gradient_errors.setdefault(boundary, GradientError())
                     compared = several if judged and gradients is not None else one
-                    self._attach(end, SendingMeter(self._clock, compared, gradients))
-                else:
-                    self._attach(end, ReceivingMeter(self._clock))
+                    meter = SendingMeter(self._clock, compared, gradients)
+                end.observers.append(meter)
+                self._meters.append((end, meter))
             self._began = self._clock.mark()
 
     def end_step(self, step: Step) -> None:
@@ -250,10 +251,6 @@ class Monitor(RuntimePart):
         measured = Status.MEASURED if self._measures else Status.COUNTED
         self._table.set_status(self._rank, Status.FAILED if self._failure else measured)
         return step_ms
-
-    def _attach(self, end: End, meter: SendingMeter | ReceivingMeter) -> None:
-        end.observers.append(meter)
-        self._meters.append((end, meter))
 
     def _take_meters(self) -> list[tuple[End, SendingMeter | ReceivingMeter]]:
         """Detach all meters from their endpoints and return them."""

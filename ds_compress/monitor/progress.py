@@ -36,7 +36,7 @@ class Progress:
             self._written = done * LINES // self._steps
             each = (time.monotonic() - self._started) / (done - self._first)
             rest = " ".join(f"{name}={value}" for name, value in values.items())
-            left = _clock(each * (self._steps - done))
+            left = tqdm.format_interval(each * (self._steps - done))
             self.say(f"{self._title}: {done}/{self._steps} steps, {left} left {rest}".rstrip())
         self._done = done
 
@@ -50,9 +50,3 @@ class Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -40,7 +40,7 @@ def test_perplexity_falls_and_progress_is_told(run):
     lines = [line for line in output.splitlines() if line.startswith("training:")]
     assert len(lines) == 6
     assert re.fullmatch(
-        r"training: 6/6 steps, 0:00 left loss=\d\.\d{4} tokens/s=\d+ ratio=3\.\d\dx", lines[-1]
+        r"training: 6/6 steps, 00:00 left loss=\d\.\d{4} tokens/s=\d+ ratio=3\.\d\dx", lines[-1]
     )
     assert sorted(losses(path.parent / "out")) == [1, 2, 3, 4, 5, 6]
 

@@ -93,8 +93,8 @@ def test_a_log_file_gets_a_line_every_few_percent():
     progress.close()
     lines = output.getvalue().splitlines()
     assert len(lines) == LINES
-    assert lines[0] == "training: 40/1000 steps, 0:00 left loss=1.0"
-    assert lines[-1] == "training: 1000/1000 steps, 0:00 left loss=1.0"
+    assert lines[0] == "training: 40/1000 steps, 00:00 left loss=1.0"
+    assert lines[-1] == "training: 1000/1000 steps, 00:00 left loss=1.0"
 
 
 def test_a_resumed_run_counts_on():
@@ -103,7 +103,7 @@ def test_a_resumed_run_counts_on():
     progress.update(50, {})
     assert output.getvalue() == ""
     progress.update(52, {})
-    assert output.getvalue() == "training: 52/100 steps, 0:00 left\n"
+    assert output.getvalue() == "training: 52/100 steps, 00:00 left\n"
 
 
 def test_a_terminal_gets_a_bar():

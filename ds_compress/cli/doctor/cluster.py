@@ -126,7 +126,8 @@ class Meeting:
             ) from None
 
     def measure(self) -> list[dict[str, Any]]:
-        """Connect this rank with the others, and measure its links."""
+        """Connect this rank with the others, and measure incoming bandwidth and round-trip time of its links
+        to neighbours and other replicas."""
         gpu = torch.cuda.is_available()
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpu else torch.device("cpu")
         with self._failing("could not connect to its neighbours"):
@@ -138,15 +139,12 @@ class Meeting:
                 timeout=self.timeout,
             )
             try:
-                return self.links(device)
+                timeout = PeerTimeout("ds-compress doctor: link", self.seconds, "--timeout")
+                measured = probe_neighbours(device, timeout, self.distances)
             finally:
                 dist.destroy_process_group()
-
-    def links(self, device: torch.device) -> list[dict[str, Any]]:
-        """Measure incoming bandwidth and round-trip time of the links to neighbours and other replicas."""
         links = []
-        timeout = PeerTimeout("ds-compress doctor: link", self.seconds, "--timeout")
-        for peer, found in probe_neighbours(device, timeout, self.distances).items():
+        for peer, found in measured.items():
             way = "forward" if peer < self.rank else "backward"
             part = {f"gbps_{way}": 8e-9 * found.incoming, "rtt_ms": 2e3 * found.latency}
             links.append({"ranks": sorted((self.rank, peer)), **part})
