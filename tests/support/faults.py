@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
@@ -21,20 +23,22 @@ from launch.ports import reserved_port
 from tests.support.interpreters import TRAINING, interpreter
 from tests.support.network import ADDRESSES, WIRE, Hosts, reason_for_none, two_hosts
 from tests.support.pipeline import MICRO_BATCHES, WIDTH, batches, build, ds_config, layers
+from tests.support.ranks import rank_environment
 from tests.support.replicas import WIDE, tied_layers, wide_layers
 
+ROOT = Path(__file__).parents[2]
 STEP_OF_FAULT = 2
 
 
-def kill():
+def kill(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def stop():
+def stop(*_):
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def crash():
+def crash(*_):
     raise ValueError("a mistake in the model")
 
 
@@ -49,104 +53,72 @@ PLACES = {
 }
 
 
-def in_forward(engine, action):
-    """`action` in the middle of a step, in the forward pass of a micro-batch."""
-    calls = 0
-
-    def hook(*_):
-        nonlocal calls
-        calls += 1
-        if calls == STEP_OF_FAULT * MICRO_BATCHES + 3:
-            action()
-
-    engine.module.forward_funcs[0].register_forward_pre_hook(hook)
-
-
-def before(engine, method, action):
-    """Before this rank calls `method` of the engine in a step."""
-    original, calls = getattr(engine, method), 0
+def before(owner, name, number, action):
+    """Let `action` happen before the call of that number of a method, with its arguments."""
+    original, calls = getattr(owner, name), itertools.count(1)
 
     def call(*args, **kwargs):
-        nonlocal calls
-        calls += 1
-        if calls == STEP_OF_FAULT + 1:
-            action()
+        if next(calls) == number:
+            action(*args)
         return original(*args, **kwargs)
 
-    setattr(engine, method, call)
+    setattr(owner, name, call)
 
 
-def flip_bits(engine, action, byte):
-    """Damage one packet that this rank sends."""
-    end = next(end for end in engine.ds_compress.stage.ends if end.sends)
-    send, calls = end.link.send, 0
-
-    def damaged(packet):
-        nonlocal calls
-        calls += 1
-        if calls == STEP_OF_FAULT * MICRO_BATCHES + 3:
-            packet.memory[byte] ^= 0x10
-            action()
-        send(packet)
-
-    end.link.send = damaged
-
-
-def run_rank():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--fault", required=True)
-    parser.add_argument("--at", type=int, required=True, help="rank")
-    parser.add_argument("--stages", type=int, required=True)
-    parser.add_argument("--block", type=json.loads, required=True)
-    parser.add_argument("--moment", type=Path, required=True, help="file for the time at which it happens")
-    args = parser.parse_args(sys.argv[2:])
-
+def run_rank(fault: str, at: int, stages: int, block: dict[str, Any], moment: str) -> None:
+    """Train on this rank of `stages` stages; write to the file `moment` when `fault` happens on rank `at`."""
+    moment = Path(moment)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     rank = torch.distributed.get_rank()
-    block = args.block
 
-    def cut():
-        while not args.moment.with_name("cut").exists():
+    def cut(*_):
+        while not moment.with_name("cut").exists():
             time.sleep(0.01)
 
+    def flip_bit(packet):
+        packet.memory[40 if fault == "body" else 9] ^= 0x10
+
     def happens(action=lambda: None):
-        def run():
+        def run(*args):
             # complete when it is seen
-            args.moment.with_name("now").write_text(str(time.time()))
-            args.moment.with_name("now").rename(args.moment)
-            action()
+            moment.with_name("now").write_text(str(time.time()))
+            moment.with_name("now").rename(moment)
+            action(*args)
 
         return run
 
-    here = rank == args.at
-    if here and args.fault == "mismatch":
+    here = rank == at
+    if here and fault == "mismatch":
         block = {**block, "seed": 5}
         happens()()
-    replicas = torch.distributed.get_world_size() // args.stages
-    specs, shape = layers(2 * args.stages), (8, WIDTH)
+    replicas = torch.distributed.get_world_size() // stages
+    specs, shape = layers(2 * stages), (8, WIDTH)
     if "replicas" in block:
         specs, shape = wide_layers(), (8, WIDE)
     if "tied" in block:
         specs, shape = tied_layers(), (8, WIDE)
-    engine = build(args.stages, ds_config(block, replicas=replicas), specs)
-    what, _, where = args.fault.partition("-")
+    engine = build(stages, ds_config(block, replicas=replicas), specs)
+    what, _, where = fault.partition("-")
+    in_step = STEP_OF_FAULT * MICRO_BATCHES + 3  # a micro-batch in the middle of a step
     action = {**ACTIONS, "cut": cut}.get(what)
     if here and where == "probe":
         connections.message_rate = lambda *_: happens(action)()
     elif here and action and where:
-        before(engine.ds_compress.tied if where == "tied" else engine, PLACES[where], happens(action))
+        owner = engine.ds_compress.tied if where == "tied" else engine
+        before(owner, PLACES[where], STEP_OF_FAULT + 1, happens(action))
     elif here and action:
-        in_forward(engine, happens(action))
-    if here and args.fault in ("body", "header"):
-        flip_bits(engine, happens(), 40 if args.fault == "body" else 9)
+        before(engine.module.forward_funcs[0], "forward", in_step, happens(action))
+    if here and fault in ("body", "header"):
+        sending = next(end for end in engine.ds_compress.stage.ends if end.sends)
+        before(sending.link, "send", in_step, happens(flip_bit))
     data = batches(engine.grid.get_data_parallel_id(), shape=shape)
     for _ in range(STEP_OF_FAULT + 2):
         engine.train_batch(data)
         if where in ("save", "load"):
-            engine.save_checkpoint(args.moment.parent / "checkpoints")
+            engine.save_checkpoint(moment.parent / "checkpoints")
         if where == "load":
-            engine.load_checkpoint(args.moment.parent / "checkpoints")
+            engine.load_checkpoint(moment.parent / "checkpoints")
     print("trained to the end", flush=True)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -230,32 +202,20 @@ def run(name: str, at: int, mode: str, depth: int = 1) -> list[Ending]:
         logs = [Path(folder, f"rank{rank}") for rank in range(fault.ranks)]
         # a fork of another process would not be on the host of the program that asks for it
         python = sys.executable if hosts else interpreter(TRAINING)
-        words = [python, "-m", "tests.support.faults", "rank", "--fault", name, "--at", str(at)]
-        words += ["--stages", str(fault.stages), "--block", json.dumps(block), "--moment", str(moment)]
+        arguments = json.dumps([name, at, fault.stages, block, str(moment)])
+        words = [python, "-m", "tests.support.faults", "rank", arguments]
         # rank 0 is where all meet
-        address, port = (
-            (ADDRESSES[at == 0], 29500) if hosts else ("127.0.0.1", stack.enter_context(reserved_port()))
-        )
+        address = ADDRESSES[at == 0] if hosts else "127.0.0.1"
+        port = 29500 if hosts else stack.enter_context(reserved_port())
         ranks = []
         for rank, log in enumerate(logs):
-            environment = {
-                **os.environ,
-                "DS_ACCELERATOR": "cpu",
-                "OMP_NUM_THREADS": "1",
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(fault.ranks),
-                "MASTER_ADDR": address,
-                "MASTER_PORT": str(port),
-                **({"GLOO_SOCKET_IFNAME": WIRE} if hosts else {}),
-            }
+            environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+            environment |= rank_environment(rank, fault.ranks, port, address)
+            environment |= {"GLOO_SOCKET_IFNAME": WIRE} if hosts else {}
             command = [*hosts.on(rank == at), *words] if hosts else words
             with log.open("w") as file:
-                ranks.append(
-                    subprocess.Popen(
-                        command, env=environment, stdout=file, stderr=file, cwd=Path(__file__).parents[2]
-                    )
-                )
+                files = {"stdout": file, "stderr": file}
+                ranks.append(subprocess.Popen(command, env=environment, cwd=ROOT, **files))
         try:
             except_for = at if name.startswith("stop") else None
             ended = _wait(ranks, moment, except_for, hosts)
@@ -264,10 +224,8 @@ def run(name: str, at: int, mode: str, depth: int = 1) -> list[Ending]:
                 process.kill()
                 process.wait()
         began = float(moment.read_text()) if moment.exists() else float("nan")
-        return [
-            Ending(ended.get(rank, float("inf")) - began, ranks[rank].returncode, *_errors_in(log))
-            for rank, log in enumerate(logs)
-        ]
+        times = [ended.get(rank, float("inf")) - began for rank in range(fault.ranks)]
+        return [Ending(s, p.returncode, *_errors_in(log)) for s, p, log in zip(times, ranks, logs)]
 
 
 def _wait(
@@ -326,4 +284,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_rank() if sys.argv[1:2] == ["rank"] else main()
+    run_rank(*json.loads(sys.argv[2])) if sys.argv[1:2] == ["rank"] else main()

@@ -42,13 +42,9 @@ class Hosts:
 
     def cut(self) -> None:
         """From now on the link loses every packet, as a switch that has failed does: nobody is told."""
+        shaping = f"tc qdisc replace dev {WIRE} root tbf rate 8bit burst 1 latency 1ms".split()
         for host in range(2):
-            self.shape(host, "rate 8bit burst 1 latency 1ms")
-
-    def shape(self, host: int, words: str) -> None:
-        """What leaves host 0 or 1 passes through a token bucket of tc."""
-        shaping = f"tc qdisc replace dev {WIRE} root tbf {words}".split()
-        subprocess.run([*self.on(host), *shaping], check=True)
+            subprocess.run([*self.on(host), *shaping], check=True)
 
 
 @contextmanager

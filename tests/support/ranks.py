@@ -57,6 +57,12 @@ def _import_optimizers() -> None:
         importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 
 
+def rank_environment(rank: int, ranks: int, port: int, address: str = "127.0.0.1") -> dict[str, str]:
+    """What tells a process which rank it is, and where all meet."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_SIZE": ranks, "MASTER_PORT": port}
+    return {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": address}
+
+
 def _fork(rank: int, world_size: int, port: int, folder: Path, function, args) -> int:
     child = os.fork()
     if child:
@@ -64,14 +70,7 @@ def _fork(rank: int, world_size: int, port: int, folder: Path, function, args) -
     gc.freeze()  # a collection would copy all that was imported, and free stores without their threads
     code = 1
     try:
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(world_size),
-            LOCAL_SIZE=str(world_size),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-        )
+        os.environ.update(rank_environment(rank, world_size, port))
         torch.set_num_threads(1)
         deepspeed.init_distributed(dist_backend="gloo", verbose=False)
         result = True, function(*args)
@@ -161,8 +160,4 @@ def only_where_devices_are() -> None:
     """
     for kind in (torch.cuda, torch.xpu, torch.mtia):
         if not kind.is_available():
-            kind.manual_seed_all = _nowhere
-
-
-def _nowhere(seed: int) -> None:
-    pass
+            kind.manual_seed_all = lambda seed: None
