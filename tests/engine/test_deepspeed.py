@@ -45,21 +45,14 @@ def listed():
 
 def private_names(*owners):
     """Names with an underscore that DeepSpeed's classes define, or give their objects."""
-    found = set()
-    for owner in owners:
-        module = inspect.getmodule(owner)
-        for node in ast.walk(ast.parse(inspect.getsource(module))):
-            if isinstance(node, ast.FunctionDef):
-                found.add(node.name)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                found.add(node.attr)
+    trees = [ast.parse(inspect.getsource(inspect.getmodule(owner))) for owner in owners]
+    found = itertools.chain.from_iterable(map(own_names, trees))
     return {name for name in found if name.startswith("_") and not name.startswith("__")}
 
 
 def parsed():
-    return {
-        path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")
-    }
+    paths = PACKAGE.rglob("*.py")
+    return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in paths}
 
 
 def own_names(tree):
@@ -73,11 +66,11 @@ def own_names(tree):
 
 def test_private_names_of_deepspeed_stand_in_one_file():
     """They stood in eight files: nobody could say what a release of DeepSpeed has to keep."""
-    theirs = private_names(*itertools.chain.from_iterable(OWNERS.values())) | {
-        name for name in listed() if name.startswith("_")
-    }
-    trees = parsed()
-    for path, tree in trees.items():
+    theirs = private_names(*itertools.chain.from_iterable(OWNERS.values()))
+    theirs |= {name for name in listed() if name.startswith("_")}
+    # `autoload` runs before DeepSpeed is imported
+    early = [("autoload.py", "_config"), ("autoload.py", "_param_dict")]
+    for path, tree in parsed().items():
         if path == "engine/deepspeed.py":
             continue
         own = set(own_names(tree))
@@ -85,35 +78,26 @@ def test_private_names_of_deepspeed_stand_in_one_file():
             if not isinstance(node, ast.Attribute) or node.attr not in theirs or node.attr in own:
                 continue
             whose = ast.unparse(node.value)
-            # of a mixin or a subclass; `autoload` runs before DeepSpeed is imported
-            is_inherited = whose in ("self", "super()") or (path, node.attr) in (
-                ("autoload.py", "_config"),
-                ("autoload.py", "_param_dict"),
-            )
-            assert is_inherited and node.attr in listed(), f"{path}: {whose}.{node.attr}"
+            # of a mixin or a subclass
+            allowed = whose in ("self", "super()") or (path, node.attr) in early
+            assert allowed and node.attr in listed(), f"{path}: {whose}.{node.attr}"
 
 
 def test_overridden_names_are_listed():
-    trees = parsed()
-    classes = {
-        node.name: node
-        for tree in trees.values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-    }
+    nodes = itertools.chain.from_iterable(map(ast.walk, parsed().values()))
+    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
     mixins = {
-        "PipelineEngine": ["CompressedEngine"],
-        "DualPipeVEngine": ["CompressedDualPipeV"],
-        "PipelineModule": ["TransformersPipeline"],
-        "DeepSpeedZeroOptimizer": ["CompressedZeroOptimizer"],
-        "BF16_Optimizer": ["CompressedBF16Optimizer"],
+        "PipelineEngine": "CompressedEngine",
+        "DualPipeVEngine": "CompressedDualPipeV",
+        "PipelineModule": "TransformersPipeline",
+        "DeepSpeedZeroOptimizer": "CompressedZeroOptimizer",
+        "BF16_Optimizer": "CompressedBF16Optimizer",
     }
-    for owner, names in mixins.items():
+    for owner, name in mixins.items():
         theirs = set().union(*(dir(base) for base in OWNERS.get(owner, ())))
-        for name in names:
-            own = {node.name for node in classes[name].body if isinstance(node, ast.FunctionDef)}
-            assert own & theirs - {"__init__"} <= set(USED[owner].overridden), name
-            assert set(USED[owner].overridden) <= own, name
+        own = {node.name for node in classes[name].body if isinstance(node, ast.FunctionDef)}
+        assert own & theirs - {"__init__"} <= set(USED[owner].overridden), name
+        assert set(USED[owner].overridden) <= own, name
 
 
 def test_the_installed_release_has_what_is_listed():

@@ -1,5 +1,6 @@
 """All ranks agree on settings, kernels and numerics, or all stop with the same line."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -56,30 +57,25 @@ def test_different_blocks(block, other, path, values):
 
 
 def start_without_triton_on_one(config):
-    if torch.distributed.get_rank() == 1:
-        with backends.using(reference):
-            return start([config, config])
-    return start([config, config])
+    is_other = torch.distributed.get_rank() == 1
+    with backends.using(reference) if is_other else contextlib.nullcontext():
+        return start([config, config])
 
 
 def test_different_kernels():
     """The last bits of a rotation differ between Triton and torch: the states of ef21 would drift apart."""
+    line = "ds_compress.kernels: rank 0 has 'cpu', rank 1 has 'reference'; use the same on all nodes"
     for error in run_ranks(2, start_without_triton_on_one, ds_config({}), check=False):
-        assert error == (
-            "CompressionError: ds_compress.kernels: rank 0 has 'cpu', rank 1 has 'reference'; "
-            "use the same on all nodes"
-        )
+        assert error == f"CompressionError: {line}"
 
 
 @pytest.mark.parametrize("bad", [0, 1])
 @pytest.mark.extended(keep=1)
 def test_one_bad_block_stops_all(bad):
     blocks = [{"eval": "off"} if rank == bad else {} for rank in range(2)]
-    results = run_ranks(2, start, [ds_config(block) for block in blocks])
-    for error in results:
-        assert re.fullmatch(
-            rf"CompressionError: ds_compress.eval: 'off' is not allowed.* \[rank {bad}\]", error
-        )
+    line = rf"CompressionError: ds_compress.eval: 'off' is not allowed.* \[rank {bad}\]"
+    for error in run_ranks(2, start, [ds_config(block) for block in blocks]):
+        assert re.fullmatch(line, error)
 
 
 @pytest.mark.parametrize("absent", [0, 1])
@@ -166,9 +162,8 @@ def test_a_packet_is_the_same_to_every_processor(tmp_path):
     decoded = []
     for environment, threads in (({}, 1), (OLDER, 3)):
         command = [sys.executable, "-c", DECODES, str(tmp_path / "packets.pt"), str(threads)]
-        done = subprocess.run(
-            command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environment}
-        )
+        options = {"cwd": ROOT, "env": {**os.environ, **environment}}
+        done = subprocess.run(command, capture_output=True, text=True, **options)
         assert done.returncode == 0, done.stderr
         decoded.append(done.stdout.splitlines())
     assert len(decoded[0]) == len(made)

@@ -18,9 +18,11 @@ def pasted(language):
     return found
 
 
-def test_the_json_is_a_block():
-    (block,) = json.loads(f"{{{pasted('json')}}}").values()
-    assert Config(block).in_force.codecs(0).forward.options.bits == 4
+def test_the_blocks_are_one():
+    """In JSON, and as an entry of GPT-NeoX."""
+    given = json.loads(f"{{{pasted('json')}}}")
+    (block,), (entry,) = given.values(), json.loads(f"{{{pasted('yaml')}}}").values()
+    assert entry == given and Config(block).in_force.codecs(0).forward.options.bits == 4
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
@@ -33,11 +35,6 @@ def test_the_toml_is_the_same_block():
 def test_what_is_passed_on_without_a_table_switches_everything_off():
     (default,) = re.findall(r"config\.get\('ds_compress', (.*)\)", pasted("diff"))
     assert json.loads(default.replace("'", '"').replace("False", "false")) == {"enabled": False}
-
-
-def test_the_entry_of_gpt_neox_holds_the_same_block():
-    (entry,) = json.loads(f"{{{pasted('yaml')}}}").values()
-    assert entry == json.loads(f"{{{pasted('json')}}}")
 
 
 def test_tests_that_are_named_are_there():

@@ -93,9 +93,8 @@ def test_one_attribute_and_parts_apart():
 
 
 def known_in(block, stages, layers):
-    return known(
-        build(stages, ds_config(block, replicas=torch.distributed.get_world_size() // stages), layers())
-    )
+    replicas = torch.distributed.get_world_size() // stages
+    return known(build(stages, ds_config(block, replicas=replicas), layers()))
 
 
 @pytest.mark.parametrize(

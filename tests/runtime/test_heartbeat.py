@@ -187,15 +187,11 @@ def test_an_error_of_ours_in_a_line_does_not_end_the_thread(start, monkeypatch, 
 )
 def test_rank_0_listens_where_training_reaches_it(known, listens_at, told):
     servers, addresses = heartbeat._listen(known)
-    try:
-        bound = [server.getsockname()[0] for server in servers]
-        assert bound == listens_at if listens_at else len(bound) == 1 and bound[0] in ("::", "0.0.0.0")
-        assert [host for host, _ in addresses] == told
-        ports = {port for _, port in addresses}
-        assert ports == {server.getsockname()[1] for server in servers}
-    finally:
-        for server in servers:
-            server.close()
+    with contextlib.ExitStack() as stack:
+        bound, ports, *_ = zip(*(stack.enter_context(server).getsockname() for server in servers))
+    assert [*bound] == listens_at if listens_at else bound in (("::",), ("0.0.0.0",))
+    assert [host for host, _ in addresses] == told
+    assert {port for _, port in addresses} == {*ports}
 
 
 def test_training_goes_on_where_rank_0_cannot_be_reached(start, monkeypatch, caplog):

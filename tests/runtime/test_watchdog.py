@@ -66,6 +66,10 @@ class Job:
                     if rank not in self.silent | self.left:
                         each._beat()
 
+    def goes_well(self, seconds=LONG):
+        self.pass_time(seconds)
+        assert not any(self.failures())
+
     def silence(self, rank):
         """As a process that is stopped: nothing closes, nothing is said."""
         self.silent.add(rank)
@@ -150,8 +154,7 @@ def test_an_error_of_all_ranks_may_be_caught(error, trains, job):
     for _ in range(3):
         job.call(*range(RANKS), error=error, sends_messages=trains)
         job.call(*range(RANKS))
-    job.pass_time(LONG)
-    assert not any(job.failures())
+    job.goes_well()
 
 
 def test_other_errors_are_failures_when_nothing_follows(job):
@@ -184,11 +187,9 @@ def test_what_follows_an_error_that_all_ranks_caught_may_take_any_time(job):
     """The data had run out, and a script wrote samples for longer than the time-out: its last checkpoint
     was refused, as no rank had begun another call."""
     job.call(*range(RANKS), error=StopIteration())
-    job.pass_time(LONG)
-    assert not any(job.failures())
+    job.goes_well()
     job.call(*range(RANKS))
-    job.pass_time(LONG)
-    assert not any(job.failures())
+    job.goes_well()
 
 
 @pytest.mark.parametrize("pause", [1.0, SECONDS - 1])
@@ -200,15 +201,12 @@ def test_a_rank_may_try_a_call_again(again, pause, job):
     job.enter(*range(RANKS))
     job.waiting.update(others)
     job.leave(again, error=OSError("read error"))
-    job.pass_time(pause)
-    assert not any(job.failures())
+    job.goes_well(pause)
     job.enter(again)
-    job.pass_time(LONG)
-    assert not any(job.failures())
+    job.goes_well()
     job.leave(*range(RANKS))
     job.waiting.clear()
-    job.pass_time(LONG)
-    assert not any(job.failures())
+    job.goes_well()
 
 
 def test_as_long_as_a_rank_computes_others_may_wait_for_it(job):
@@ -216,13 +214,11 @@ def test_as_long_as_a_rank_computes_others_may_wait_for_it(job):
     job.enter(*range(RANKS))
     job.leave(0, error=ValueError("caught"))
     job.waiting.add(1)
-    job.pass_time(LONG / 8)
-    assert not any(job.failures())
+    job.goes_well(LONG / 8)
     job.leave(1, 2, error=ValueError("caught"))
     job.waiting.clear()
     job.call(*range(RANKS))
-    job.pass_time(LONG)
-    assert not any(job.failures())
+    job.goes_well()
 
 
 @pytest.mark.parametrize("reports", [True, False])
@@ -262,8 +258,7 @@ def test_a_silent_rank_that_is_needed(silent, sends_messages, job):
     job.pass_time(1.0)
     job.silence(silent)
     others = [rank for rank in range(RANKS) if rank != silent]
-    job.pass_time(SECONDS - 1)
-    assert not any(job.failures())
+    job.goes_well(SECONDS - 1)
     job.pass_time(6.0)
     assert all(f"rank {silent} was not heard of for 8 s" in job.failures()[rank] for rank in others)
     job.pass_time(GRACE + 1)
@@ -298,8 +293,7 @@ def test_a_rank_that_is_past_its_last_call_is_not_missed(done, how, job):
     if how is Job.silence:
         job.pass_time(1.0)
     how(job, done)
-    job.pass_time(LONG)
-    assert not any(job.failures())
+    job.goes_well()
 
 
 @pytest.mark.parametrize("slow", range(RANKS))
@@ -320,8 +314,8 @@ def test_a_rank_may_take_its_time(slow, new_job):
         job.pass_time(2.0)
         if silent:
             job.silence(slow)
-        job.pass_time(LONG)
-        assert not any(job.failures()) and not job.ended
+        job.goes_well()
+        assert not job.ended
 
 
 def test_nobody_is_late_while_the_machine_sleeps(job):
