@@ -19,13 +19,11 @@ CHANGES = {
     "dtype": (lambda x: x.bfloat16(), f"tensor 0 of 1 is bfloat16 [4, 8, 32], {ANNOUNCED}"),
     "double": (lambda x: x.double(), f"tensor 0 of 1 is float64 [4, 8, 32], {ANNOUNCED}"),
     "second": (lambda x: (x, x), "a message of 2 tensors, announced were 1"),
+    "flat": (lambda x: x.reshape(-1, WIDTH), f"tensor 0 of 1 is float32 [32, 32], {ANNOUNCED}"),
+    "pair: one less": (lambda pair: pair[:1], "a message of 1 tensors, announced were 2"),
+    "pair: one more": (lambda pair: (*pair, pair[0]), "a message of 3 tensors, announced were 2"),
+    "pair: other dtype": (lambda pair: (*pair, pair[1]), "a message of 3 tensors, announced were 2"),
 }
-PAIRS = {
-    "one less": (lambda pair: pair[:1], "a message of 1 tensors, announced were 2"),
-    "one more": (lambda pair: (*pair, pair[0]), "a message of 3 tensors, announced were 2"),
-    "one more of another dtype": (lambda pair: (*pair, pair[1]), "a message of 3 tensors, announced were 2"),
-}
-FLAT = f"tensor 0 of 1 is float32 [32, 32], {ANNOUNCED}"
 WAY_OUT = "; call engine.reset_activation_shape() on every rank before a batch of another shape or dtype; "
 
 
@@ -82,21 +80,15 @@ def start_changing(change, after=0):
 
 def meet(change, when, link, block):
     """What a rank raises is what `run_ranks` returns."""
-    engine, data = make(BLOCKS[block], link), batches()
+    before = [Numbering] if change.startswith("pair") else []
+    engine, data = make(BLOCKS[block], link, before=before), batches()
     engine.train_batch(data)
-    start_changing(CHANGES[change][0] if change in CHANGES else lambda x: x.reshape(-1, WIDTH), after=1)
+    start_changing(CHANGES[change][0], after=1)
     if when == "train":
         engine.train_batch(data)
     else:
         engine.eval_batch(data)
     return "nothing was wrong"
-
-
-def meet_pair(change, link):
-    engine, data = make({}, link, before=[Numbering]), batches()
-    engine.train_batch(data)
-    start_changing(PAIRS[change][0], after=1)
-    engine.train_batch(data)
 
 
 def lines_of(results, capfd):
@@ -110,26 +102,16 @@ def lines_of(results, capfd):
 @pytest.mark.parametrize("when", ["train", "eval"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_rank_names_a_tensor_that_was_not_announced(change, when, link, block, capfd):
-    """The receiver waited for its packet for `link.timeout_s`, then said that the sender did not answer."""
+    """The receiver waited for its packet for `link.timeout_s`, then said that the sender did not answer.
+
+    flat: DeepSpeed receives all gradients in the shape of the first; the other rank waited for its gradients.
+    pair: a tensor that followed those announced was taken for the first of another message, which has only 1.
+    """
+    if (change, when) == ("flat", "eval"):
+        pytest.skip("DeepSpeed takes it")
     lines = lines_of(run_ranks(2, meet, change, when, link, block, check=False), capfd)
     for line in lines:
         assert "boundary 0, forward: " + CHANGES[change][1] in line and WAY_OUT in line, lines
-
-
-@pytest.mark.parametrize("link", ["eager", "blocking"])
-@pytest.mark.parametrize("change", PAIRS)
-def test_the_tensors_of_a_message_are_counted(change, link, capfd):
-    """One that followed those announced was taken for the first of another message, which has only 1."""
-    for line in lines_of(run_ranks(2, meet_pair, change, link, check=False), capfd):
-        assert "boundary 0, forward: " + PAIRS[change][1] in line and WAY_OUT in line, line
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("link", ["eager", "blocking"])
-def test_as_many_values_in_another_shape_cannot_be_trained(link, block, capfd):
-    """DeepSpeed receives all gradients in the shape of the first; the other rank waited for its gradients."""
-    for line in lines_of(run_ranks(2, meet, "flat", "train", link, block, check=False), capfd):
-        assert "boundary 0, forward: " + FLAT in line and WAY_OUT in line, line
 
 
 def with_other_shapes(block, link):

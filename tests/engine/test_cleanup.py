@@ -14,18 +14,17 @@ from torch.distributed import distributed_c10d
 
 from ds_compress.engine import attach, cleanup, wiring
 from ds_compress.errors import CompressionError
-from tests.support.pipeline import batches, build, ds_config, layers
+from tests.support.pipeline import alike, batches, build, ds_config, layers
 from tests.support.ranks import run_ranks
 from tests.support.replicas import WIDE, wide_layers
 from tests.transport.streams import install
 
 ENGINES = 3
 STAGES = 3
-LOSSLESS = {"codec": {"name": "lossless"}}
 BLOCKS = {
     "blocking": {"link": {"mode": "blocking"}},
     "eager": {"link": {"mode": "eager"}},
-    "second packets": {"forward": LOSSLESS, "backward": LOSSLESS},
+    "second packets": alike("lossless"),
     "connections": {"link": {"connections": 3}},
 }
 
@@ -122,23 +121,14 @@ def freed_together():
 
 def test_groups_that_need_both_ranks_are_freed_when_all_have_dropped_the_engine():
     """Engine 1 is still used on rank 1 when engine 2 is built: its groups go when engine 3 is."""
-    for counts in run_ranks(STAGES, freed_together):
-        assert counts == [
-            0,
-            4,
-            4,
-            -4,
-        ]  # a group of all ranks for each direction, of even boundaries and of odd
+    # a group of all ranks for each direction, of even boundaries and of odd
+    assert run_ranks(STAGES, freed_together) == [[0, 4, 4, -4]] * STAGES
 
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
-EF21 = {"codec": {"name": "topk", "density": 0.2}, "feedback": "ef21"}
+EF21 = alike({"name": "topk", "density": 0.2}, "ef21")
 AQSGD = {"codec": {"name": "quantize", "bits": 4}, "feedback": "aqsgd"}
-SOAKED = {
-    "ef21": {"forward": EF21, "backward": EF21},
-    "aqsgd": {"forward": AQSGD, "backward": EF21},
-    "ef21, depth 3": {"forward": EF21, "backward": EF21, "link": {"depth": 3}},
-}
+SOAKED = {"ef21": EF21, "aqsgd": {**EF21, "forward": AQSGD}, "ef21, depth 3": {**EF21, "link": {"depth": 3}}}
 
 
 def resident() -> int:
@@ -169,9 +159,8 @@ LONG_RUN = pytest.param(3000, 300, marks=[pytest.mark.slow, pytest.mark.timeout(
 @pytest.mark.parametrize("steps, settled", [(120, 60), LONG_RUN])
 @pytest.mark.extended(keep=1)
 def test_a_run_is_steady(name, steps, settled):
-    for (before, files_before), (after, files_after) in run_ranks(
-        3, soak, SOAKED[name], steps, settled, timeout=7200
-    ):
+    ranks = run_ranks(3, soak, SOAKED[name], steps, settled, timeout=7200)
+    for (before, files_before), (after, files_after) in ranks:
         assert files_after <= files_before
         assert after < 1.01 * before, f"{before:,} bytes grew to {after:,}"
 

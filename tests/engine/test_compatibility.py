@@ -11,21 +11,8 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import nn
 
 from tests.support import engine_subclasses as engines
-from tests.support import programs
-from tests.support.pipeline import (
-    MICRO_BATCH,
-    MICRO_BATCHES,
-    WIDTH,
-    Block,
-    Causal,
-    batches,
-    build,
-    causal_batches,
-    ds_config,
-    printed_lines,
-    same_weights,
-    weights,
-)
+from tests.support import pipeline, programs
+from tests.support.pipeline_kinds import of_lengths
 from tests.support.programs import Program, with_schedule
 from tests.support.ranks import run_ranks
 
@@ -39,11 +26,8 @@ class OwnInstructions(PipelineEngine):
     def _step(self, lr_kwargs=None):
         PipelineEngine._exec_optimizer_step(self, lr_kwargs)
 
-    _INSTRUCTION_MAP = {
-        **PipelineEngine._INSTRUCTION_MAP,
-        schedule.SendActivation: _send,
-        schedule.OptimizerStep: _step,
-    }
+    _replaced = {schedule.SendActivation: _send, schedule.OptimizerStep: _step}
+    _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, **_replaced}
 
 
 def sample(engine):
@@ -53,12 +37,14 @@ def sample(engine):
     with torch.no_grad():
         for number in range(3):
             if engine.is_first_stage():
-                engine.pipe_buffers["inputs"][0] = torch.full((MICRO_BATCH, 8, WIDTH), 0.1 * number)
+                engine.pipe_buffers["inputs"][0] = torch.full(
+                    (pipeline.MICRO_BATCH, 8, pipeline.WIDTH), 0.1 * number
+                )
                 engine._exec_forward_pass(0)
                 engine._exec_send_activations(0)
             else:
                 engine._exec_recv_activations(0)
-                engine.pipe_buffers["labels"][0] = torch.zeros(MICRO_BATCH, 8, WIDTH)
+                engine.pipe_buffers["labels"][0] = torch.zeros(pipeline.MICRO_BATCH, 8, pipeline.WIDTH)
                 engine._exec_forward_pass(0)
                 found.append(engine.loss.item())
     engine.module.train()
@@ -66,7 +52,7 @@ def sample(engine):
 
 
 def evaluate(engine):
-    return [engine.eval_batch(batches()).item() for _ in range(2)]
+    return [engine.eval_batch(pipeline.batches()).item() for _ in range(2)]
 
 
 def reset(engine, step):
@@ -74,7 +60,9 @@ def reset(engine, step):
 
 
 def other_batch_size(engine, step):
-    engine.set_train_batch_size(MICRO_BATCH * (MICRO_BATCHES, 2 * MICRO_BATCHES, 1)[step % 3])
+    engine.set_train_batch_size(
+        pipeline.MICRO_BATCH * (pipeline.MICRO_BATCHES, 2 * pipeline.MICRO_BATCHES, 1)[step % 3]
+    )
 
 
 def other_micro_batches(engine, step):
@@ -90,6 +78,10 @@ def compiled(engine):
     engine.compile(backend="eager")
 
 
+def two_lengths():
+    return of_lengths([8] * pipeline.MICRO_BATCHES + [5] * pipeline.MICRO_BATCHES)(None)
+
+
 def image_layers():
     """A small network of convolutions, as that of DeepSpeed's pipeline test on CIFAR-10."""
     return [
@@ -101,8 +93,8 @@ def image_layers():
 def images():
     generator = torch.Generator().manual_seed(3)
     while True:
-        images = torch.randn(MICRO_BATCH, 3, 16, 16, generator=generator)
-        yield images, torch.randint(10, (MICRO_BATCH,), generator=generator)
+        images = torch.randn(pipeline.MICRO_BATCH, 3, 16, 16, generator=generator)
+        yield images, torch.randint(10, (pipeline.MICRO_BATCH,), generator=generator)
 
 
 PROGRAMS = {
@@ -119,10 +111,10 @@ PROGRAMS = {
     "passes by hand": Program(after_batch=sample),
     "shapes reset before every batch": Program(before_batch=reset, stages=3),
     "masks and tables, shapes reset": Program(
-        before_batch=reset, stages=3, specs=lambda: Causal.layers(6), data=lambda: causal_batches((8, 5)),
+        before_batch=reset, stages=3, specs=lambda: pipeline.Causal.layers(6), data=two_lengths,
     ),
     "masks and tables, dynamic shapes": Program(
-        stages=2, specs=lambda: Causal.layers(6), data=lambda: causal_batches((8, 5)),
+        stages=2, specs=lambda: pipeline.Causal.layers(6), data=two_lengths,
         module={"dynamic_shape": True},
     ),
     "another batch size at every step": Program(before_batch=other_batch_size, steps=6),
@@ -164,7 +156,7 @@ def test_program(name):
             assert runs[link]["class"] == f"Compressed{stock['class']}"
             for what in ("losses", "more"):
                 assert runs[link][what] == stock[what], f"{link}, rank {rank}: {what}"
-            assert same_weights(runs[link]["weights"], stock["weights"]), link
+            assert pipeline.same_weights(runs[link]["weights"], stock["weights"]), link
         if "quantize" in runs:
             assert runs["quantize"]["losses"] == pytest.approx(stock["losses"], rel=0.03)
             assert runs["quantize"]["losses"] != stock["losses"]
@@ -176,10 +168,12 @@ def train_numbered(axes, blocks):
     """Losses and weights by block, of the stage and replica that this rank has in such a topology."""
     found = []
     for block in blocks:
-        engine = build(2, ds_config(block, replicas=2), topology=ProcessTopology(axes=axes, dims=[2, 2]))
+        engine = pipeline.build(
+            2, pipeline.ds_config(block, replicas=2), topology=ProcessTopology(axes=axes, dims=[2, 2])
+        )
         replica = engine.grid.get_data_parallel_id()
-        data = batches(replica)
-        found.append(([engine.train_batch(data).item() for _ in range(3)], weights(engine)))
+        data = pipeline.batches(replica)
+        found.append(([engine.train_batch(data).item() for _ in range(3)], pipeline.weights(engine)))
     return (engine.stage_id, replica), found
 
 
@@ -187,20 +181,19 @@ def test_stages_of_a_replica_have_consecutive_ranks():
     """As qlora-pipe numbers them, so that only gradients of adapters cross machines; once untested."""
     eight = {"codec": {"name": "quantize", "bits": 8}}
     blocks = [None, {"link": {"mode": "eager"}}, programs.EIGHT_BITS | {"replicas": eight, "min_numel": 1}]
-    rows, columns = (
-        dict(run_ranks(4, train_numbered, axes, blocks)) for axes in (["pipe", "data"], ["data", "pipe"])
-    )
+    orders = (["pipe", "data"], ["data", "pipe"])
+    rows, columns = (dict(run_ranks(4, train_numbered, axes, blocks)) for axes in orders)
     assert rows.keys() == columns.keys() and len(rows) == 4
     for place, runs in columns.items():
         for (losses, own), (expected, theirs) in zip(runs, rows[place]):
-            assert losses == expected and same_weights(own, theirs)
+            assert losses == expected and pipeline.same_weights(own, theirs)
         (stock, _), (none, _), (quantized, _) = runs
         assert none == stock != quantized == pytest.approx(stock, rel=0.03)
 
 
 def logged_by(engine_class, block):
     """What is logged of messages that are left to DeepSpeed, and the line that tells what is active."""
-    with printed_lines(" active") as lines:
+    with pipeline.printed_lines(" active") as lines:
         run = programs.train(Program(engine_class), block)
     return run["left alone"] + lines
 
@@ -209,14 +202,12 @@ NOT_TENSORS = "boundary 0, forward: its message is a dict, not tensors"
 
 
 def test_what_is_logged_by_messages_that_are_left_to_deepspeed():
-    message, other = run_ranks(2, logged_by, engines.NamedTensors, programs.EIGHT_BITS)
-    assert message[0] == NOT_TENSORS.replace("forward: ", "forward: left to DeepSpeed, uncompressed: ")
-    assert message[1].endswith("boundary 0: forward no packets, backward no packets")
-    assert len(message) == 2 and other == []
-    message, other = run_ranks(2, logged_by, engines.OwnFunctions, programs.EIGHT_BITS)
-    assert message[0].endswith("its instruction sends no tensor through deepspeed.runtime.pipe.p2p")
-    assert "forward no packets, backward quantize(bits=8) 4,096 -> 1,104 bytes" in message[1]
-    assert len(message) == 2 and other == []
+    (why, line), other = run_ranks(2, logged_by, engines.NamedTensors, programs.EIGHT_BITS)
+    assert why == NOT_TENSORS.replace("forward: ", "forward: left to DeepSpeed, uncompressed: ")
+    assert line.endswith("boundary 0: forward no packets, backward no packets") and other == []
+    (why, line), other = run_ranks(2, logged_by, engines.OwnFunctions, programs.EIGHT_BITS)
+    assert why.endswith("its instruction sends no tensor through deepspeed.runtime.pipe.p2p")
+    assert "no packets, backward quantize(bits=8) 4,096 -> 1,104 bytes" in line and other == []
 
 
 def test_messages_are_not_left_to_deepspeed_where_compression_is_required():
@@ -243,7 +234,7 @@ def test_without_the_key_nothing_of_deepspeed_is_changed():
 
 def sends_another_buffer(block):
     """Losses of an engine that sends from a spare buffer what it makes of an output."""
-    engine, data = build(2, ds_config(block)), batches()
+    engine, data = pipeline.build(2, pipeline.ds_config(block)), pipeline.batches()
     reserve, send = engine._reserve_pipe_buffers, engine._INSTRUCTION_MAP[SendActivation]
     engine._reserve_pipe_buffers = lambda count: reserve(count + 1)
 
@@ -263,7 +254,7 @@ def test_a_message_leaves_once_though_a_program_sends_another_buffer(mode):
     assert run_ranks(2, sends_another_buffer, block) == stock
 
 
-class MaskedBlock(Block):
+class MaskedBlock(pipeline.Block):
     def forward(self, given):
         x, mask = given if isinstance(given, tuple) else (given, torch.arange(512).view(4, 128) % 3 == 0)
         return super().forward(x), mask
@@ -271,7 +262,7 @@ class MaskedBlock(Block):
 
 def by_hand(block):
     """How many are true of the mask that the last stage gets before anything else."""
-    engine = build(2, ds_config(block), [LayerSpec(MaskedBlock) for _ in range(2)])
+    engine = pipeline.build(2, pipeline.ds_config(block), [LayerSpec(MaskedBlock) for _ in range(2)])
     engine.has_bool_tensors = True
     engine.module.eval()
     engine._reserve_pipe_buffers(1)

@@ -1,5 +1,7 @@
 """DualPipeV: two stages a rank, two boundaries between neighbours, in opposite directions."""
 
+import itertools
+
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec
@@ -7,21 +9,6 @@ from deepspeed.pipe import LayerSpec
 from ds_compress.config import Config
 from tests.runtime.test_guard import trained
 from tests.support import pipeline
-from tests.support.pipeline import (
-    WIDTH,
-    Block,
-    Causal,
-    batches,
-    ds_config,
-    evaluate,
-    layers,
-    printed_lines,
-    same_weights,
-    simulated,
-    skip_steps,
-    train_step,
-    weights,
-)
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
 from tests.support.replicas import tied_layers
@@ -30,11 +17,7 @@ dualpipev = pytest.importorskip("deepspeed.runtime.pipe.dualpipev", reason="this
 
 MODULE = {"module_class": dualpipev.DualPipeVModule}
 MICRO_BATCHES = 8
-TOPK = {
-    "forward": {"codec": {"name": "topk", "density": 0.2}},
-    "backward": {"codec": {"name": "topk", "indices": "reuse"}},
-    "min_numel": 0,
-}
+TOPK = pipeline.reusing(0.2, min_numel=0)
 QUANTIZE = {
     "forward": {"codec": {"name": "quantize", "bits": 4}},
     "backward": {"codec": {"name": "quantize", "rounding": "stochastic"}},
@@ -44,13 +27,13 @@ QUANTIZE = {
 
 
 def config(block=None, **changes):
-    return ds_config(
+    return pipeline.ds_config(
         block, gradient_accumulation_steps=MICRO_BATCHES, train_batch_size=4 * MICRO_BATCHES, **changes
     )
 
 
 def build(ranks, block, specs=None, **changes):
-    return pipeline.build(ranks, config(block, **changes), specs or layers(4 * ranks), **MODULE)
+    return pipeline.build(ranks, config(block, **changes), specs or pipeline.layers(4 * ranks), **MODULE)
 
 
 def sent_by_channel(engine):
@@ -58,16 +41,16 @@ def sent_by_channel(engine):
     return {(each.boundary.number, each.direction): each.sent.wire_bytes for each in channels}
 
 
-def train(ranks, blocks):
-    """For each block: class of the engine, losses, an evaluation after each step, weights, what was sent."""
+def train(ranks, blocks, specs=None, shape=(8, pipeline.WIDTH)):
+    """By block: class of the engine, an evaluation and the loss of each step, weights, what was sent."""
     results = []
     for block in blocks:
         handed_over = count_packets()
-        engine = build(ranks, block)
-        data, held_out = batches(), batches(replica=7)
-        losses = [(engine.train_batch(data).item(), engine.eval_batch(held_out).item()) for _ in range(4)]
+        engine = build(ranks, block, specs)
+        data, held_out = pipeline.batches(shape=shape), pipeline.batches(replica=7, shape=shape)
+        losses = [(engine.eval_batch(held_out).item(), engine.train_batch(data).item()) for _ in range(4)]
         sent = sent_by_channel(engine) if block is not None else {}
-        results.append((type(engine).__name__, losses, weights(engine), sent, sum(handed_over)))
+        results.append((type(engine).__name__, losses, pipeline.weights(engine), sent, sum(handed_over)))
     return results
 
 
@@ -84,16 +67,16 @@ def count_packets():
     return sizes
 
 
-def train_simulated(ranks, block):
+def train_simulated(ranks, block, specs=None, shape=(8, pipeline.WIDTH)):
     """Losses of the same model in one process; nothing crosses at the turn-around between its two halves."""
     cuts = [2 * cut for cut in range(1, 2 * ranks) if cut != ranks]
-    model = simulated(layers(4 * ranks), config(block), cuts)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    data, held_out = batches(), batches(replica=7)
-    count = {"micro_batches": MICRO_BATCHES}
-    return [
-        (train_step(model, optimizer, data, **count), evaluate(model, held_out, **count)) for _ in range(4)
-    ]
+    model = pipeline.simulated(specs or pipeline.layers(4 * ranks), config(block), cuts)
+    data, held_out = pipeline.batches(shape=shape), pipeline.batches(replica=7, shape=shape)
+    losses = []
+    for _ in range(4):
+        evaluated = pipeline.evaluate(model, held_out, MICRO_BATCHES)
+        losses.append((evaluated, pipeline.train_step(model, data, micro_batches=MICRO_BATCHES)))
+    return losses
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -103,7 +86,7 @@ def test_none_equals_stock_and_compressed_equals_simulate(ranks):
     for stock, none, *_ in everything:
         assert (stock[0], none[0]) == ("DualPipeVEngine", "CompressedDualPipeVEngine")
         assert none[1] == stock[1]
-        assert same_weights(none[2], stock[2])
+        assert pipeline.same_weights(none[2], stock[2])
     stock, _, topk, quantize = (losses for _, losses, *_ in everything[0])
     assert topk[-1] < topk[0] and quantize[-1] < quantize[0]
     assert stock != topk != quantize != stock
@@ -111,47 +94,36 @@ def test_none_equals_stock_and_compressed_equals_simulate(ranks):
     assert quantize == train_simulated(ranks, QUANTIZE)
     for rank, runs in enumerate(everything):
         for _, _, _, sent, handed_over in runs[1:]:
-            last = ranks - 1
-            out = [(rank, "forward")] * (rank < last) + [(rank - 1, "backward")] * (rank > 0)
-            back = [(2 * last - rank, "forward")] * (rank > 0) + [(2 * last - 1 - rank, "backward")] * (
-                rank < last
-            )
-            assert sorted(sent) == sorted(out + back)
+            last = 2 * ranks - 2
+            after = [(rank, "forward"), (last - 1 - rank, "backward")] * (rank < ranks - 1)
+            before = [(rank - 1, "backward"), (last - rank, "forward")] * (rank > 0)
+            assert sorted(sent) == sorted(after + before)
             assert sum(sent.values()) == handed_over > 0
 
 
-def train_causal(block, specs, shape):
-    """Losses, an evaluation before and after; what was sent in all by boundary and direction."""
-    engine, held_out = build(2, block, specs), batches(shape=shape, replica=7)
-    data = batches(shape=shape)
-    losses = [engine.eval_batch(held_out).item()] + [engine.train_batch(data).item() for _ in range(2)]
-    return losses, sent_by_channel(engine)
-
-
 LENGTH = 16
-CAST = {direction: {"codec": "bf16"} for direction in ("forward", "backward")} | {"min_numel": 64}
+CAST = pipeline.alike("bf16", min_numel=64)
 
 
 def test_masks_and_tables_are_sent_uncompressed_and_hidden_states_are_not():
     """Of a message of several float tensors nothing was compressed, while `simulate` compressed the hidden
     state."""
-    hidden, mask, table = (4 * LENGTH * size for size in (WIDTH, LENGTH, WIDTH // Causal.HEADS))
+    hidden, mask, table = (
+        4 * LENGTH * size for size in (pipeline.WIDTH, LENGTH, pipeline.WIDTH // pipeline.Causal.HEADS)
+    )
     message = 2 * hidden + 4 * (mask + 2 * table) + 32
-    ranks = run_ranks(2, train_causal, CAST, Causal.layers(8), (LENGTH, WIDTH))
-    model = simulated(Causal.layers(8), config(CAST), [2, 6])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    data, count = batches(shape=(LENGTH, WIDTH)), {"micro_batches": MICRO_BATCHES}
-    losses = [evaluate(model, batches(shape=(LENGTH, WIDTH), replica=7), **count)]
-    losses += [train_step(model, optimizer, data, **count) for _ in range(2)]
-    for found, sent in ranks:
+    losses = train_simulated(2, CAST, pipeline.Causal.layers(8), (LENGTH, pipeline.WIDTH))
+    for ((_, found, _, sent, _),) in run_ranks(
+        2, train, 2, [CAST], pipeline.Causal.layers(8), (LENGTH, pipeline.WIDTH)
+    ):
         assert found == losses
         for (_, direction), nbytes in sent.items():
-            assert nbytes == (3 if direction == "forward" else 2) * MICRO_BATCHES * message
+            assert nbytes == (8 if direction == "forward" else 4) * MICRO_BATCHES * message
 
 
 def announced(block):
-    with printed_lines("active") as lines:
-        build(2, block).train_batch(batches())
+    with pipeline.printed_lines("active") as lines:
+        build(2, block).train_batch(pipeline.batches())
     return "".join(lines)
 
 
@@ -163,9 +135,8 @@ def test_the_start_up_line_does_not_promise_a_link_mode():
 
 def test_boundaries_are_counted_without_the_turn_around():
     line = 'ds_compress.boundaries.2: there is no such boundary; allowed: "0", "1" [rank 0]'
-    assert (
-        run_ranks(2, refusal, build, 2, {"boundaries": {"2": {"forward": {"codec": "bf16"}}}}) == [line] * 2
-    )
+    block = {"boundaries": {"2": {"forward": {"codec": "bf16"}}}}
+    assert run_ranks(2, refusal, build, 2, block) == [line] * 2
 
 
 @pytest.mark.parametrize(
@@ -177,17 +148,15 @@ def test_messages_of_unknown_size_are_refused(direction, settings):
     assert all(error.startswith(f"ds_compress.{direction}: DualPipeV posts receives") for error in errors)
 
 
-EF21 = {direction: {"codec": "topk", "feedback": "ef21"} for direction in ("forward", "backward")} | {
-    "min_numel": 0
-}
+EF21 = pipeline.alike("topk", "ef21", min_numel=0)
 
 
 def trained_on(folder, resumes):
     """Losses of two steps after a checkpoint, which is saved, or loaded."""
-    engine, data = build(2, EF21), batches()
+    engine, data = build(2, EF21), pipeline.batches()
     if resumes:
         engine.load_checkpoint(folder)
-        skip_steps(engine, data, 2 if engine.stage_id == 0 else 0)
+        pipeline.skip_steps(engine, data, 2 if engine.stage_id == 0 else 0)
     else:
         for _ in range(2):
             engine.train_batch(data)
@@ -202,7 +171,7 @@ def test_checkpoints_hold_both_stages(tmp_path):
 
 def measured(folder):
     engine = build(2, {**TOPK, "monitor": {"every": 1}}, csv_monitor={"enabled": True, "output_path": folder})
-    data = batches()
+    data = pipeline.batches()
     for _ in range(2):
         engine.train_batch(data)
     return engine.ds_compress.monitor.summary()
@@ -214,11 +183,8 @@ def test_the_monitor_knows_both_boundaries(tmp_path):
     share = int(summary.split("a stage waited ")[1].split("%")[0])
     assert 0 <= share <= 100
     written = {path.name for path in tmp_path.rglob("*wait_ms.csv")}
-    assert written == {
-        f"Train_Compression_boundary_{number}_{direction}_wait_ms.csv"
-        for number in (0, 1)
-        for direction in ("forward", "backward")
-    }
+    channels = itertools.product((0, 1), ("forward", "backward"))
+    assert written == {f"Train_Compression_boundary_{n}_{way}_wait_ms.csv" for n, way in channels}
 
 
 def test_it_keeps_its_schedule_at_any_depth_and_says_so():
@@ -244,7 +210,7 @@ def test_the_guard_measures_what_compression_costs_and_leaves_training_as_it_is(
     assert len(looked[0]["cost"]) == 3 and all(looked[0]["cost"]) and not looked[1]["cost"]
     for one, other in zip(looked, plain):
         assert one["losses"] == other["losses"] and not other["cost"]
-        assert same_weights(one["weights"], other["weights"])
+        assert pipeline.same_weights(one["weights"], other["weights"])
 
 
 @pytest.mark.parametrize(
@@ -262,41 +228,38 @@ def test_the_guard_stops_all_ranks(block, limits, output):
     assert line.startswith(f"ds_compress: guard: after step 2 {output}")
 
 
-def neighbours():
-    """Stages 0 and 1, on different ranks, share a weight."""
-    first, _, _, last = tied_layers(4 * WIDTH)
-    return [first, last, LayerSpec(Block, 4 * WIDTH), LayerSpec(Block, 4 * WIDTH)]
-
-
-def ends():
-    return tied_layers(4 * WIDTH)
-
-
-def train_tied(block, specs=ends):
-    """The losses and the weights with tied layers, and the line at the start."""
-    with printed_lines("ds_compress") as lines:
-        engine = build(2, block, specs())
-        data = batches(shape=(8, 4 * WIDTH))
+def train_tied(block, are_neighbours):
+    """Losses, weights, and the line at the start; the tied layers are at the ends, or in stages 0 and 1."""
+    first, *_, last = specs = tied_layers(4 * pipeline.WIDTH)
+    if are_neighbours:
+        specs = [
+            first,
+            last,
+            LayerSpec(pipeline.Block, 4 * pipeline.WIDTH),
+            LayerSpec(pipeline.Block, 4 * pipeline.WIDTH),
+        ]
+    with pipeline.printed_lines("ds_compress") as lines:
+        engine = build(2, block, specs)
+        data = pipeline.batches(shape=(8, 4 * pipeline.WIDTH))
         losses = [engine.train_batch(data).item() for _ in range(2)]
-    return losses, weights(engine), lines
+    return losses, pipeline.weights(engine), lines
 
 
 def test_copies_on_two_ranks_exchange_their_gradients():
     """The line at the start promised it, and none was compressed."""
     tied = {"tied": {"codec": {"name": "quantize", "bits": 4}, "feedback": "ef"}}
-    ours, stock = run_ranks(2, train_tied, tied, neighbours), run_ranks(2, train_tied, None, neighbours)
+    ours, stock = run_ranks(2, train_tied, tied, True), run_ranks(2, train_tied, None, True)
     copies = [value for _, own, _ in ours for name, value in own.items() if "tied_modules" in name]
     assert len(copies) == 2 and torch.equal(*copies)
     assert "gradients of tied weights between stages: quantize" in ours[0][2][0]
-    assert not same_weights(ours[0][1], stock[0][1])
+    assert not pipeline.same_weights(ours[0][1], stock[0][1])
     assert ours[0][0] == pytest.approx(stock[0][0], rel=0.02)
 
 
 def test_tied_weights_are_on_one_rank_and_sent_nowhere():
     """The first and the last stage are on rank 0, which has one copy."""
     tied = {"tied": {"codec": {"name": "quantize", "bits": 2}}}
-    for (losses, ours, lines), (stock, theirs, _) in zip(
-        run_ranks(2, train_tied, tied), run_ranks(2, train_tied, None)
-    ):
-        assert losses == stock and same_weights(ours, theirs)
+    ranks = run_ranks(2, train_tied, tied, False), run_ranks(2, train_tied, None, False)
+    for (losses, ours, lines), (stock, theirs, _) in zip(*ranks):
+        assert losses == stock and pipeline.same_weights(ours, theirs)
         assert not any("tied" in line for line in lines)

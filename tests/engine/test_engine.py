@@ -18,11 +18,13 @@ from tests.support.pipeline import (
     MICRO_BATCH,
     MICRO_BATCHES,
     WIDTH,
+    alike,
     batches,
     build,
     ds_config,
     packets_handed_over,
     printed_lines,
+    reusing,
     train,
     weights,
 )
@@ -31,40 +33,27 @@ from tests.support.programs import Program, with_schedule
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
 
-TOPK = {
-    "forward": {"codec": {"name": "topk", "density": 0.1}},
-    "backward": {"codec": {"name": "topk", "indices": "reuse"}},
-    "min_numel": 0,
-}
+TOPK = reusing(0.1, min_numel=0)
 LINKS = ["blocking", "eager"]
 
 
 def count_bytes(block, stages):
-    """(bytes of uint8 tensors given to torch.distributed, bytes the channels report) of this rank."""
+    """Number and bytes of uint8 tensors given to torch.distributed, and those that the channels report."""
     engine = build(stages, ds_config(block))
     handed_over, data = packets_handed_over(), batches()
     for _ in range(3):
         engine.train_batch(data)
     engine.eval_batch(data)
     reported = [channel.sent for channel in engine.ds_compress.stage.sending]
-    return {
-        "handed_over": sum(handed_over),
-        "wire_bytes": sum(sent.wire_bytes for sent in reported),
-        "messages": sum(sent.messages for sent in reported),
-        "packets": len(handed_over),
-    }
+    messages, nbytes = zip(*((sent.messages, sent.wire_bytes) for sent in reported))
+    return (len(handed_over), sum(handed_over)), (sum(messages), sum(nbytes))
 
 
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("codec", ["none", "bf16", "topk"])
 def test_reported_bytes_are_those_handed_to_the_transport(codec, link, tmp_path, capsys):
     """`ds-compress check` says them before."""
-    block = {
-        "forward": {"codec": codec},
-        "backward": {"codec": "bf16"},
-        "min_numel": 0,
-        "link": {"mode": link},
-    }
+    block = alike("bf16", forward={"codec": codec}, min_numel=0, link={"mode": link})
     file = tmp_path / "ds_config.json"
     file.write_text(json.dumps(ds_config(block)))
     assert main(["check", str(file), "--stages", "3", "--shape", f"{MICRO_BATCH},8,{WIDTH}", "--json"]) == 0
@@ -75,31 +64,17 @@ def test_reported_bytes_are_those_handed_to_the_transport(codec, link, tmp_path,
         sender, messages = (row["boundary"] + (not is_forward), trained + evaluated * is_forward)
         expected[sender][0] += messages
         expected[sender][1] += messages * row["wire_bytes"]
-    for rank, counted in enumerate(run_ranks(3, count_bytes, block, 3)):
-        messages, wire_bytes = expected[rank]
-        assert counted["packets"] == counted["messages"] == messages
-        assert counted["handed_over"] == counted["wire_bytes"] == wire_bytes
-
-
-def train_and_evaluate(block, evaluations):
-    engine = build(2, ds_config(block))
-    data, held_out = batches(), batches(replica=7)
-    losses, evaluated = [], []
-    for _ in range(4):
-        losses.append(engine.train_batch(data).item())
-        for _ in range(evaluations):
-            evaluated.append(engine.eval_batch(held_out).item())
-    return losses, evaluated
+    for rank, (handed_over, reported) in enumerate(run_ranks(3, count_bytes, block, 3)):
+        assert handed_over == reported == tuple(expected[rank])
 
 
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("how", ["compressed", "uncompressed"])
 def test_evaluation_leaves_training_as_it_was(how, link):
     block = {**TOPK, "eval": how, "link": {"mode": link}}
-    (with_evaluation, evaluated), _ = run_ranks(2, train_and_evaluate, block, 2)
-    (without, _), _ = run_ranks(2, train_and_evaluate, block, 0)
-    assert with_evaluation == without
-    assert len(evaluated) == 8
+    both, _ = run_ranks(2, evaluated, block, 2)
+    trained, _ = run_ranks(2, evaluated, block, 0)
+    assert both["losses"] == trained["losses"] and len(both["evaluated"]) == 6
 
 
 def announcement(block, stages):
@@ -210,14 +185,11 @@ def test_the_line():
         assert expected in line, block
 
 
-BF16 = {"forward": {"codec": "bf16"}, "backward": {"codec": "bf16"}, "min_numel": 0}
-
-
 def compressed_steps(sizes, samples):
     """The steps, with so many micro-batches each, in which this rank compressed what it sent."""
     x = torch.randn(samples, 8, WIDTH, generator=torch.Generator().manual_seed(1))
     data = torch.utils.data.TensorDataset(x, torch.sin(3 * x))
-    engine = build(2, ds_config({**BF16, "warmup_epochs": 2}), training_data=data)
+    engine = build(2, ds_config(alike("bf16", min_numel=0, warmup_epochs=2)), training_data=data)
     (channel,) = engine.ds_compress.stage.sending
     steps = []
     for step, micro_batches in enumerate(sizes):
@@ -282,21 +254,22 @@ def test_changes_are_not_evaluated_as_if_they_were_messages(feedback, expected):
     assert Config({"boundaries": {"1": {"forward": forward}}}).eval == expected
 
 
-def evaluated(block, **options):
-    """Losses of three steps and of two evaluations after each, and what was written and printed."""
+def evaluated(block, evaluations=2):
+    """Losses of three steps and of evaluations after each, and what was written and printed."""
     engine, events = build(2, ds_config(block)), []
     engine.monitor = SimpleNamespace(enabled=True, write_events=events.extend, tb_monitor=None)
     data, held_out = batches(), batches(replica=7)
-    found = []
+    losses, found = [], []
     with printed_lines("evaluation after step") as lines:
         for _ in range(3):
-            found.append(engine.train_batch(data).item())
-            found += [engine.eval_batch(held_out, **options).item() for _ in range(2)]
+            losses.append(engine.train_batch(data).item())
+            found += [engine.eval_batch(held_out).item() for _ in range(evaluations)]
     values = {}
     for name, value, _ in events:
         values.setdefault(name.removeprefix("Train/"), []).append(value)
     return {
-        "losses": found,
+        "losses": losses,
+        "evaluated": found,
         "weights": [value for value in weights(engine).values() if torch.is_tensor(value)],
         "values": values,
         "lines": lines,
@@ -314,14 +287,13 @@ def test_both_losses_of_one_model(feedback):
     both = run_ranks(2, evaluated, {**block, "eval": "both"})
     default = Config(block).eval
     for ours, theirs in zip(both, alone[default]):
-        assert ours["losses"] == theirs["losses"] and ours["next"] == theirs["next"]
+        assert all(ours[key] == theirs[key] for key in ("losses", "evaluated", "next"))
         assert not ours["mode"] and not theirs["mode"]
         assert all(map(torch.equal, ours["weights"], theirs["weights"]))
     values = both[0]["values"]
     for way in ways:
-        losses = alone[way][0]["losses"]
-        expected = [loss for place, loss in enumerate(losses) if place % 3]
-        assert values[f"Compression/eval_loss_{way}"] == pytest.approx(expected, rel=1e-6)
+        expected = pytest.approx(alone[way][0]["evaluated"], rel=1e-6)
+        assert values[f"Compression/eval_loss_{way}"] == expected
     assert values["Samples/eval_loss"] == values[f"Compression/eval_loss_{default}"]
     compressed, plain = (values[f"Compression/eval_loss_{way}"][0] for way in ways)
     assert both[0]["lines"][0] == (

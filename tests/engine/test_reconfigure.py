@@ -6,23 +6,7 @@ import pytest
 import torch
 
 from ds_compress.simulate.boundary import SimulatedBoundary
-from tests.support.pipeline import (
-    batches,
-    build,
-    channel_state,
-    ds_config,
-    evaluate,
-    even_cuts,
-    layers,
-    log_lines,
-    same_weights,
-    sent_bytes,
-    simulated,
-    skip_steps,
-    train,
-    train_step,
-    weights,
-)
+from tests.support import pipeline
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
 
@@ -73,73 +57,72 @@ def block(name, **changes):
 
 def trained(config, course, stages=2, folder=None, start=0, evaluates=False, **module):
     """Losses from step `start`, which is loaded, on; bytes sent by step; what is remembered at the end."""
-    engine = build(stages, config, **module)
-    data = batches(engine.grid.get_data_parallel_id())
+    engine = pipeline.build(stages, config, **module)
+    data = pipeline.batches(engine.grid.get_data_parallel_id())
     if start:
         engine.load_checkpoint(str(folder))
-        skip_steps(engine, data, start)
+        pipeline.skip_steps(engine, data, start)
     losses, sent = [], []
     for step in range(start, STEPS):
         if step in course:
             engine.ds_compress.reconfigure(course[step])
         if evaluates:
-            losses.append(engine.eval_batch(batches()).item())
-        before = sent_bytes(engine)
+            losses.append(engine.eval_batch(pipeline.batches()).item())
+        before = pipeline.sent_bytes(engine)
         losses.append(engine.train_batch(data).item())
-        sent.append(sent_bytes(engine) - before)
+        sent.append(pipeline.sent_bytes(engine) - before)
         if folder and not start:
             engine.save_checkpoint(str(folder), tag=f"step{step + 1}", save_latest=step == 3)
-    return {"losses": losses, "sent": sent, "memory": channel_state(engine), "weights": weights(engine)}
+    return {
+        "losses": losses,
+        "sent": sent,
+        "memory": pipeline.channel_state(engine),
+        "weights": pipeline.weights(engine),
+    }
 
 
-def trained_simulated(config, course, evaluates):
-    specs = layers()
-    model = simulated(specs, config, even_cuts(len(specs), 2))
+def trained_simulated(config, course):
+    specs = pipeline.layers()
+    model = pipeline.simulated(specs, config, pipeline.even_cuts(len(specs), 2))
     (boundary,) = (layer for layer in model if isinstance(layer, SimulatedBoundary))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    data, losses, adopted = batches(), [], {}
+    data, losses, adopted = pipeline.batches(), [], {}
     for step in range(STEPS):
         for direction, settings in course.get(step, {}).get("0", {}).items():
             adopted[direction] = {**adopted.get(direction, {}), **settings}
         boundary.config.adopt(boundary.config.changed({"boundaries": {"0": adopted}}))
         boundary.upstream.adopt()
         boundary.downstream.adopt()
-        if evaluates:
-            losses.append(evaluate(model, batches()))
-        losses.append(train_step(model, optimizer, data))
+        losses += [pipeline.evaluate(model, pipeline.batches()), pipeline.train_step(model, data)]
     return losses
 
 
-@pytest.mark.parametrize("name, link", [
-    *((name, {}) for name in COURSES),
-    *((name, {"mode": "blocking"}) for name in ("codecs", "learned")),
-    ("codecs", {"depth": 3}),
+@pytest.mark.parametrize("name, link, module", [
+    *((name, {}, {}) for name in COURSES),
+    *((name, {"mode": "blocking"}, {}) for name in ("codecs", "learned")),
+    ("codecs", {"depth": 3}, {}),
+    ("codecs", {}, {"dynamic_shape": True}),
 ])  # fmt: skip
 @pytest.mark.extended(keep=2)
-def test_a_pipeline_changes_as_its_simulation_does(name, link):
+def test_a_pipeline_changes_as_its_simulation_does(name, link, module):
     """With evaluation before every step, which meets the new settings first."""
-    config = ds_config(block(name, link=link))
-    first, second = run_ranks(2, trained, config, COURSES[name], 2, None, 0, True)
-    assert first["losses"] == second["losses"]
-    assert first["losses"] == trained_simulated(ds_config(block(name)), COURSES[name], True)
-
-
-def test_dynamic_shape():
-    dynamic = functools.partial(trained, dynamic_shape=True)
-    ranks = run_ranks(2, dynamic, ds_config(block("codecs")), COURSES["codecs"])
-    assert ranks[0]["losses"] == trained_simulated(ds_config(block("codecs")), COURSES["codecs"], False)
+    config, run = pipeline.ds_config(block(name, link=link)), functools.partial(trained, **module)
+    first, second = run_ranks(2, run, config, COURSES[name], 2, None, 0, True)
+    assert (
+        first["losses"]
+        == second["losses"]
+        == trained_simulated(pipeline.ds_config(block(name)), COURSES[name])
+    )
 
 
 def test_every_boundary_and_replica():
     """Only boundary 1 of 3 stages; packets have the sizes that the same settings have from the start."""
     course = {3: {"1": {"forward": bits(2), "backward": bits(5)}}}
-    config = ds_config(block("codecs"), replicas=2)
-    ranks = run_ranks(6, trained, config, course, 3)
-    blocking = run_ranks(
-        6, trained, ds_config(block("codecs", link={"mode": "blocking"}), replicas=2), course, 3
-    )
-    after = ds_config(block("codecs", boundaries=course[3]), replicas=2)
-    constant = run_ranks(6, trained, after, {}, 3)
+
+    def run(course, **changes):
+        return run_ranks(6, trained, pipeline.ds_config(block("codecs", **changes), replicas=2), course, 3)
+
+    ranks, blocking = run(course), run(course, link={"mode": "blocking"})
+    constant = run({}, boundaries=course[3])
     for one, other, always in zip(ranks, blocking, constant):
         assert one["losses"] == other["losses"] == ranks[0]["losses"]
         assert one["sent"][3:] == always["sent"][3:]
@@ -148,17 +131,17 @@ def test_every_boundary_and_replica():
 
 def test_none_is_bit_equal_to_stock_whatever_it_is_called():
     course = {step: {"0": {"forward": NONE, "backward": {"codec": "lossless"}}} for step in (1, 3)}
-    ranks = run_ranks(2, trained, ds_config(block("from nothing")), course)
-    for rank, stock in zip(ranks, run_ranks(2, train, 2, ds_config(), STEPS)):
+    ranks = run_ranks(2, trained, pipeline.ds_config(block("from nothing")), course)
+    for rank, stock in zip(ranks, run_ranks(2, pipeline.train, 2, pipeline.ds_config(), STEPS)):
         assert rank["losses"] == stock["losses"]
-        assert same_weights(rank["weights"], stock["weights"])
+        assert pipeline.same_weights(rank["weights"], stock["weights"])
 
 
 @pytest.mark.parametrize("name", COURSES)
 @pytest.mark.extended(keep=2)
 def test_resuming_goes_on_with_what_was_adopted(name, tmp_path):
     """From after the last but one change, whose block a resumed run does not have."""
-    config = ds_config(block(name))
+    config = pipeline.ds_config(block(name))
     whole = run_ranks(2, trained, config, COURSES[name], 2, tmp_path)
     resumed = run_ranks(2, trained, config, COURSES[name], 2, tmp_path, 4)
     for ours, theirs in zip(resumed, whole):
@@ -168,16 +151,15 @@ def test_resuming_goes_on_with_what_was_adopted(name, tmp_path):
 
 
 def resumed_with_another_block(folder):
-    log = log_lines()
-    engine = build(2, ds_config(block("codecs", forward=bits(7))))
+    log = pipeline.log_lines()
+    engine = pipeline.build(2, pipeline.ds_config(block("codecs", forward=bits(7))))
     engine.load_checkpoint(str(folder))
-    return str(engine.ds_compress.config.in_force.codecs(0).forward), [
-        line for line in log if "start again" in line
-    ]
+    codec = str(engine.ds_compress.config.in_force.codecs(0).forward)
+    return codec, [line for line in log if "start again" in line]
 
 
 def test_another_block_begins_as_it_says(tmp_path):
-    run_ranks(2, trained, ds_config(block("codecs")), COURSES["codecs"], 2, tmp_path)
+    run_ranks(2, trained, pipeline.ds_config(block("codecs")), COURSES["codecs"], 2, tmp_path)
     (codec, log), (_, silent) = run_ranks(2, resumed_with_another_block, tmp_path)
     assert "bits=7" in codec and not silent
     assert len(log) == 1 and "settings that changed during training start again from the block" in log[0]
@@ -185,7 +167,7 @@ def test_another_block_begins_as_it_says(tmp_path):
 
 def forgets(folder):
     """A checkpoint of before the change takes the change back."""
-    engine, data = build(2, ds_config(block("codecs"))), batches()
+    engine, data = pipeline.build(2, pipeline.ds_config(block("codecs"))), pipeline.batches()
     engine.train_batch(data)
     engine.save_checkpoint(str(folder))
     engine.ds_compress.reconfigure({"0": {"forward": bits(2)}})
@@ -204,11 +186,11 @@ def test_loading_what_was_before_a_change_takes_it_back(tmp_path):
 def kept(course):
     """Keys of what rank 0 remembers of before an adoption, after it."""
     start = block("feedback") | {"backward": {"codec": {"name": "lowrank", "rank": 2}, **EF}}
-    engine, data = build(2, ds_config(start)), batches()
+    engine, data = pipeline.build(2, pipeline.ds_config(start)), pipeline.batches()
     engine.train_batch(data)
-    before = channel_state(engine)
+    before = pipeline.channel_state(engine)
     engine.ds_compress.reconfigure({"0": course})
-    after = channel_state(engine)
+    after = pipeline.channel_state(engine)
     assert all(torch.equal(value, before[key]) for key, value in after.items())
     engine.train_batch(data)
     return sorted(before.keys() - after.keys())
@@ -232,17 +214,18 @@ def test_what_goes_on_and_what_begins_anew(course, up, down):
     assert run_ranks(2, kept, course) == [up, up if down is None else down]
 
 
+REFUSED = {
+    "0.forward.codec.bits: 9 is not allowed": {"0": {"forward": bits(9)}},
+    "1.forward: 'none' is not allowed": {"1": {"forward": "none"}},
+    "1: there is no such boundary": {"1": {"forward": QUANTIZE}},
+    "0.backward.feedback: ef21": {"0": {"backward": bits(1, feedback="ef21")}},
+}
+
+
 def refusals():
-    engine, data = build(2, ds_config(block("codecs"))), batches()
+    engine, data = pipeline.build(2, pipeline.ds_config(block("codecs"))), pipeline.batches()
     engine.train_batch(data)
-    found = []
-    for boundaries in (
-        {"0": {"forward": {"codec": {"name": "quantize", "bits": 9}}}},
-        {"1": {"forward": "none"}},
-        {"1": {"forward": QUANTIZE}},
-        {"0": {"backward": {"codec": {"name": "quantize", "bits": 1}, "feedback": "ef21"}}},
-    ):
-        found.append(refusal(engine.ds_compress.reconfigure, boundaries))
+    found = [refusal(engine.ds_compress.reconfigure, boundaries) for boundaries in REFUSED.values()]
     engine.ds_compress.stage.in_schedule = True
     found.append(refusal(engine.ds_compress.reconfigure, {}))
     engine.ds_compress.stage.in_schedule = False
@@ -251,16 +234,11 @@ def refusals():
 
 def test_what_cannot_be_is_refused_and_changes_nothing():
     (lines, losses), _ = run_ranks(2, refusals)
-    starts = (
-        "ds_compress.boundaries.0.forward.codec.bits: 9 is not allowed",
-        "ds_compress.boundaries.1.forward: 'none' is not allowed",
-        "ds_compress.boundaries.1: there is no such boundary",
-        "ds_compress.boundaries.0.backward.feedback: ef21",
-        "ds_compress: settings cannot change while a step runs",
-    )
+    starts = [f"ds_compress.boundaries.{start}" for start in REFUSED]
+    starts.append("ds_compress: settings cannot change while a step runs")
     for line, start in zip(lines, starts, strict=True):
         assert line.startswith(start), line
-    assert losses == run_ranks(2, trained, ds_config(block("codecs")), {})[0]["losses"][1:3]
+    assert losses == run_ranks(2, trained, pipeline.ds_config(block("codecs")), {})[0]["losses"][1:3]
 
 
 LARGER = {"codec": {"name": "topk", "density": 1.0, "values": "raw", "indices": "int32"}}
@@ -268,12 +246,9 @@ LARGER = {"codec": {"name": "topk", "density": 1.0, "values": "raw", "indices": 
 
 def follows():
     """What the parts that look at codecs say before and after something is adopted."""
-    log = log_lines()
-    engine, data = (
-        build(2, ds_config({"min_numel": 0, "guard": {"every": 2}, "monitor": {"every": 1}})),
-        batches(),
-    )
-    found = []
+    log = pipeline.log_lines()
+    settings = {"min_numel": 0, "guard": {"every": 2}, "monitor": {"every": 1}}
+    engine, data, found = pipeline.build(2, pipeline.ds_config(settings)), pipeline.batches(), []
     for settings in ({}, {"0": {"forward": {**QUANTIZE, "feedback": "ef21"}, "backward": LARGER}}):
         engine.ds_compress.reconfigure(settings)
         engine.train_batch(data)

@@ -79,9 +79,8 @@ def run(stages, config, samples, epochs, evaluate=False):
 
 def run_simulated(stages, config, samples, epochs):
     model = simulated(SPECS, config, even_cuts(len(SPECS), stages))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data, steps = digits(samples), epochs * samples // (MICRO_BATCH * MICRO_BATCHES)
-    return [train_step(model, optimizer, data, cross_entropy) for _ in range(steps)]
+    return [train_step(model, data, cross_entropy, lr=0.1) for _ in range(steps)]
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from ds_compress.planning.depth import MemoryBudget
 from ds_compress.planning.evaluate import REPEATS, UNKNOWN, evaluate
 from ds_compress.planning.step_time import LinkSpeed, Workload
 from tests.monitor.test_meters import gradients
+from tests.support.pipeline import alike
 
 SHAPE = (512, 256)
 SCALE = 64  # messages are so many times as large as the tensor that their errors are measured on
@@ -71,10 +72,8 @@ def ranked(settings, limits, networks, forward, **link):
     raw = (RAW,) * (STAGES - 1)
     workload = Workload((forward,) * STAGES, (2 * forward,) * STAGES, MICRO_BATCHES)
     options = {"eager": True, "depth": "auto", "budgets": (MemoryBudget(RAW),) * STAGES} | link
-    found = combine(settings, networks, limits, **options)
-    return rank(
-        workload, networks, [uncompressed_recipe(raw, raw), *(own for own in found if own.is_within(limits))]
-    )
+    found = [own for own in combine(settings, networks, limits, **options) if own.is_within(limits)]
+    return rank(workload, networks, [uncompressed_recipe(raw, raw), *found])
 
 
 @pytest.mark.parametrize("quality", LIMITS)
@@ -130,9 +129,8 @@ def test_each_boundary_has_errors_of_its_own(evaluations):
 
 def setting(name, feedback="none", nbytes=1):
     """A candidate that loses nothing."""
-    block = {direction: {"codec": name, "feedback": feedback} for direction in DIRECTIONS}
     message = EvaluatedMessage(nbytes, error=0.0, token_error=0.0, gradient_error=0.0)
-    return Evaluation(Candidate(name, block, True), message, message)
+    return Evaluation(Candidate(name, alike(name, feedback), True), message, message)
 
 
 def test_an_unknown_error_is_above_every_limit():
@@ -182,9 +180,7 @@ def drawn(number, shape=(ROWS, WIDTH)):
 
 def evaluated(directions, micro_batches):
     """The candidate with these settings, and what is measured of it on messages of these micro-batches."""
-    candidate = Candidate(
-        "", {"forward": {"codec": "none"}, "backward": {"codec": "none"}} | directions, False
-    )
+    candidate = Candidate("", alike("none") | directions, False)
     boundary = Boundary(0, Config({"min_numel": 0}))
     boundary.begin_step()
     return candidate, evaluate(boundary, candidate, [micro_batches] * 2, clock_for(CPU))

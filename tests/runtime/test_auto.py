@@ -1,6 +1,7 @@
 """`"recipe": "auto"`: as the baseline until the choice, then by the block that it prints, on all ranks."""
 
 import contextlib
+import functools
 import io
 import json
 import math
@@ -31,14 +32,10 @@ def block(quality="balanced", **changes):
 def knows(name):
     """A rank that knows the errors of `name` and of sending all as it is, and holds them for none."""
 
-    def changed(row):
-        known = {key for key in row if f": {name}, " in key or ": none, " in key}
-        return {
-            key: value if not key.endswith("error") else 0.0 if key in known else math.inf
-            for key, value in row.items()
-        }
+    def error(key):
+        return 0.0 if f": {name}, " in key or ": none, " in key else math.inf
 
-    return changed
+    return lambda row: {key: error(key) if key.endswith("error") else row[key] for key in row}
 
 
 def trained(config, found=FAR, stages=2, folder=None, start=0, evaluates=False, says=None):
@@ -75,6 +72,10 @@ def trained(config, found=FAR, stages=2, folder=None, start=0, evaluates=False, 
     }
 
 
+def run(config, ranks=2, **options):
+    return run_ranks(ranks, functools.partial(trained, **options), config)
+
+
 def names(result):
     return [[own[direction]["name"] for direction in ("forward", "backward")] for own in result["codecs"]]
 
@@ -85,13 +86,13 @@ def pasted(result):
 
 
 def test_it_trains_as_stock_until_the_choice_and_then_as_the_block_that_it_prints():
-    first, second = run_ranks(2, trained, ds_config(block()), FAR, 2, None, 0, True)
+    first, second = run(ds_config(block()), evaluates=True)
     assert (first["losses"], first["adopted"]) == (second["losses"], second["adopted"])
     assert second["printed"].count("recipe auto, quality") == 0
     assert "none" not in names(first)[0]
     found = pasted(first)
     assert "recipe" not in found and found["warmup_steps"] == CHOSEN and found["min_numel"] == 0
-    assert first["losses"] == run_ranks(2, trained, ds_config(found))[0]["losses"]
+    assert first["losses"] == run(ds_config(found))[0]["losses"]
     stock = run_ranks(2, trained_stock)[0]
     assert first["losses"][:CHOSEN] == stock[:CHOSEN] and first["losses"][CHOSEN:] != stock[CHOSEN:]
 
@@ -104,17 +105,8 @@ def takes(seconds):
 def test_it_says_when_stages_are_uneven_and_how_to_cut_them():
     """Where one GPU was slower than the others, nothing said so. The block has the connections that it chose:
     with "auto" again, each start would probe for a minute."""
-    first, second = run_ranks(
-        2,
-        trained,
-        ds_config(block(link={"connections": "auto"})),
-        FAR,
-        2,
-        None,
-        0,
-        False,
-        {0: takes(0.03), 1: takes(0.01)},
-    )
+    says = {0: takes(0.03), 1: takes(0.01)}
+    first, second = run(ds_config(block(link={"connections": "auto"})), says=says)
     assert "stages, for ds-compress advise: --forward-ms 30,10 --backward-ms 60,20" in first["printed"]
     assert (
         "stages are uneven: a forward pass of stage 0 takes 3.00 times as long as stage 1; to balance them, "
@@ -174,21 +166,19 @@ def trained_stock():
 
 @pytest.mark.parametrize("quality, link", [("lossless", FAR), ("aggressive", FREE)])
 def test_lossless_and_a_free_link_are_stock_to_the_end(quality, link):
-    result, _ = run_ranks(2, trained, ds_config(block(quality)), link)
+    result, _ = run(ds_config(block(quality)), found=link)
     assert result["losses"] == run_ranks(2, trained_stock)[0]
     assert {name for both in names(result) for name in both} <= {"none", "lossless"}
     assert result["adopted"] and "<- chosen" in result["printed"]
     if link is FREE:
-        assert (
-            names(result) == [["none", "none"]]
-            and "nothing would make a step 5 % faster" in result["printed"]
-        )
+        assert names(result) == [["none", "none"]]
+        assert "nothing would make a step 5 % faster" in result["printed"]
 
 
 @pytest.mark.parametrize("quality", LIMITS)
 @pytest.mark.extended(keep=2)
 def test_errors_stay_within_the_class(quality):
-    result = run_ranks(2, trained, ds_config(block(quality)))[0]
+    result = run(ds_config(block(quality)))[0]
     limits, lines = LIMITS[quality], result["printed"].splitlines()
     begin = next(number for number, line in enumerate(lines) if "recipe auto, quality" in line)
     rows = [line.split(maxsplit=5) for line in lines[begin + 2 :] if line.startswith("  ")]
@@ -198,8 +188,7 @@ def test_errors_stay_within_the_class(quality):
 
 def test_ranks_that_measured_otherwise_choose_alike():
     """One rank of four holds all but one setting for too lossy: nobody uses another one."""
-    says = {3: knows("quantize 6")}
-    results = run_ranks(4, trained, ds_config(block(), replicas=2), FAR, 2, None, 0, False, says)
+    results = run(ds_config(block(), replicas=2), ranks=4, says={3: knows("quantize 6")})
     assert len({json.dumps(result["adopted"], sort_keys=True) for result in results}) == 1
     assert all(names(result) == [["quantize", "quantize"]] for result in results)
     assert results[0]["codecs"][0]["forward"]["bits"] == 6
@@ -214,24 +203,24 @@ def test_boundaries_choose_for_themselves():
         return {key: (before if key.startswith("before") else after).get(key) for key in row}
 
     config = ds_config(block("aggressive"))
-    results = run_ranks(3, trained, config, FAR, 3, None, 0, False, {1: middle})
+    results = run(config, ranks=3, stages=3, says={1: middle})
     assert names(results[0]) == [["quantize", "quantize"], ["bf16", "bf16"]]
     assert len({tuple(result["losses"]) for result in results}) == 1
     found = pasted(results[0])
     assert len(found["boundaries"]) == 1
-    assert run_ranks(3, trained, ds_config(found), FAR, 3)[0]["losses"] == results[0]["losses"]
+    assert run(ds_config(found), ranks=3, stages=3)[0]["losses"] == results[0]["losses"]
 
 
 def test_a_resumed_run_goes_on_with_what_was_chosen(tmp_path):
-    whole = run_ranks(2, trained, ds_config(block()), FAR, 2, tmp_path)
+    whole = run(ds_config(block()), folder=tmp_path)
+    # what would be measured now would lead to another choice
+    now = {"found": FREE, "folder": tmp_path, "says": dict.fromkeys((0, 1), knows("none"))}
     for start in (CHOSEN, CHOSEN + 2):
-        # what would be measured now would lead to another choice
-        says = dict.fromkeys((0, 1), knows("none"))
-        resumed = run_ranks(2, trained, ds_config(block()), FREE, 2, tmp_path, start, True, says)
+        resumed = run(ds_config(block()), start=start, evaluates=True, **now)
         for before, after in zip(whole, resumed, strict=True):
             assert after["losses"] == before["losses"][start:] and after["adopted"] == before["adopted"]
             assert "recipe auto, quality" not in resumed[0]["printed"]
-    other = run_ranks(2, trained, ds_config(block("lossless")), FREE, 2, tmp_path, 4)[0]
+    other = run(ds_config(block("lossless")), start=4, found=FREE, folder=tmp_path)[0]
     assert "recipe auto, quality lossless" in other["printed"]
 
 
@@ -240,11 +229,11 @@ def test_a_resumed_run_goes_on_with_what_was_chosen(tmp_path):
 def test_a_run_resumed_before_the_choice_makes_it_when_it_would_have_anyway(warmup, tmp_path):
     """It counted three steps from where it was resumed, whatever had been done before."""
     config, says = ds_config(block(warmup_steps=warmup)), dict.fromkeys((0, 1), knows("quantize 6"))
-    whole = run_ranks(2, trained, config, FAR, 2, tmp_path, 0, False, says)[0]
+    whole = run(config, folder=tmp_path, says=says)[0]
     due = warmup or CHOSEN
     assert f"from step {due + 1} on" in whole["printed"] and whole["adopted"]
     for done in (due - 2, due - 1):
-        resumed = run_ranks(2, trained, config, FAR, 2, tmp_path, done, False, says)[0]
+        resumed = run(config, folder=tmp_path, start=done, says=says)[0]
         late = due - done < 2  # its first step has costs of its own
         assert resumed["printed"].count("<- chosen") == 1 and resumed["adopted"] == whole["adopted"]
         assert f"from step {due + 1 + late} on" in resumed["printed"]
@@ -252,10 +241,10 @@ def test_a_run_resumed_before_the_choice_makes_it_when_it_would_have_anyway(warm
 
 
 def test_the_end_of_a_longer_warm_up_is_measured():
-    result = run_ranks(2, trained, ds_config(block(warmup_steps=5, link={"depth": 2})))[0]
+    result = run(ds_config(block(warmup_steps=5, link={"depth": 2})))[0]
     assert "from step 6 on" in result["printed"] and pasted(result)["warmup_steps"] == 5
     assert result["depth"] == 2 and pasted(result)["link"]["depth"] == 2
-    assert result["losses"] == run_ranks(2, trained, ds_config(pasted(result)))[0]["losses"]
+    assert result["losses"] == run(ds_config(pasted(result)))[0]["losses"]
 
 
 def trained_by_an_own_schedule():

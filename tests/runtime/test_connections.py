@@ -110,12 +110,8 @@ def trained(stages, block, best, folder=None, steps=4):
         data = batches(engine.grid.get_data_parallel_id())
         engine.eval_batch(batches(5))
         losses = [engine.train_batch(data).item() for _ in range(steps)]
-        found, seen, own, link = (
-            in_use(engine),
-            list(probed),
-            weights(engine),
-            engine.ds_compress.monitor.link,
-        )
+        found, seen = in_use(engine), list(probed)
+        own, link = weights(engine), engine.ds_compress.monitor.link
         if folder:
             engine.save_checkpoint(folder)
             simulate_loss(1)

@@ -1,51 +1,43 @@
 """`link.depth`: more micro-batches under way, and not one number that differs."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
-from tests.support.pipeline import MICRO_BATCH, Block, batches, build, ds_config, same_weights
+from tests.support.pipeline import MICRO_BATCH, Block, alike, batches, build, ds_config, same_weights
 from tests.support.pipeline_kinds import BLOCKS, KINDS, train_all
 from tests.support.ranks import run_ranks
 
 MICRO_BATCHES = 9  # enough for 1F1B at depth 3 and two stages
-COUNTS = {"gradient_accumulation_steps": MICRO_BATCHES, "train_batch_size": MICRO_BATCH * MICRO_BATCHES}
 FAST = ("tensor", "mixed-dynamic", "tied", "zero-1", "bf16")
 COUNTED = ("reset", "depth", "depth-data-parallel")  # its shapes change every 4; run by test_kinds
 
 
-def alike(codec, feedback="none", **others):
-    """A block with the same codec and feedback in both directions."""
-    return {
-        direction: {"codec": codec, "feedback": feedback} for direction in ("forward", "backward")
-    } | others
-
-
 def at_depths(recipes, *depths):
-    return {
-        f"{name} {depth}": {**block, "link": {"depth": depth}}
-        for name, block in recipes.items()
-        for depth in depths
-    }
+    each = itertools.product(recipes, depths)
+    return {f"{name} {depth}": {**recipes[name], "link": {"depth": depth}} for name, depth in each}
 
 
 NONE = at_depths({"none": {}}, 1, 2, 3)
 LOSSY = at_depths({name: BLOCKS[name] for name in ("topk", "quantize")}, 1, 2)
-WITH_STATE = at_depths(
-    {
-        "ef": alike({"name": "topk", "density": 0.2}, "ef"),
-        "ef21": alike({"name": "quantize", "bits": 2}, {"name": "ef21", "scope": "micro_batch"}),
-        "stochastic": alike({"name": "quantize", "bits": 2, "rounding": "stochastic"}),
-        "aqsgd": {"forward": {"codec": "quantize", "feedback": {"name": "aqsgd", "ids": "hash"}}},
-        "lowrank": alike({"name": "lowrank", "rank": 4}),
-        "entropy": alike({"name": "entropy", "rounding": "dither"}, warmup_steps=1),
-        "lossless": alike("lossless"),
-    },
-    1,
-    3,
-)
+WITH_STATE = {
+    "ef": alike({"name": "topk", "density": 0.2}, "ef"),
+    "ef21": alike({"name": "quantize", "bits": 2}, {"name": "ef21", "scope": "micro_batch"}),
+    "stochastic": alike({"name": "quantize", "bits": 2, "rounding": "stochastic"}),
+    "aqsgd": {"forward": {"codec": "quantize", "feedback": {"name": "aqsgd", "ids": "hash"}}},
+    "lowrank": alike({"name": "lowrank", "rank": 4}),
+    "entropy": alike({"name": "entropy", "rounding": "dither"}, warmup_steps=1),
+    "lossless": alike("lossless"),
+}
+
+
+def counts(replicas=1, micro_batches=MICRO_BATCHES):
+    """The settings of DeepSpeed for so many replicas and micro-batches."""
+    size = MICRO_BATCH * micro_batches * replicas
+    return {"gradient_accumulation_steps": micro_batches, "train_batch_size": size, "replicas": replicas}
 
 
 def each_kind(*fast):
@@ -64,9 +56,7 @@ def check(name, blocks, **changes):
     if not kind.possible():
         pytest.skip("DeepSpeed itself cannot do this here")
     if name not in COUNTED:
-        replicas = kind.config.get("replicas", 1)
-        counts = {**COUNTS, "train_batch_size": COUNTS["train_batch_size"] * replicas}
-        kind = replace(kind, config={**kind.config, **counts})
+        kind = replace(kind, config={**kind.config, **counts(kind.config.get("replicas", 1))})
     for runs in run_ranks(kind.world_size, train_all, kind, blocks):
         for block in blocks:
             recipe, _ = block.split()
@@ -89,7 +79,7 @@ def test_codecs_with_a_loss_give_the_same_too(name):
 @pytest.mark.extended
 def test_state_of_codecs_and_feedbacks_does_not_depend_on_the_depth():
     """It follows the messages of one direction, and these keep their order."""
-    check("tensor", WITH_STATE)
+    check("tensor", at_depths(WITH_STATE, 1, 3))
 
 
 class Dropped(Block):
@@ -103,7 +93,7 @@ def test_dropout_draws_the_same_numbers():
 
 def forwards_ahead(depth):
     """Forward passes of each stage before its first backward pass, and its buffers."""
-    engine, events = build(3, ds_config({"link": {"depth": depth}}, **COUNTS)), []
+    engine, events = build(3, ds_config({"link": {"depth": depth}}, **counts())), []
     engine.module.register_forward_hook(lambda *_: events.append("forward"))
     for name, parameter in engine.module.named_parameters():
         if name.endswith("norm.weight"):

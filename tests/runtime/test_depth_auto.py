@@ -13,7 +13,7 @@ from ds_compress.runtime.depth import MEASURED, decide
 from ds_compress.runtime.memory_use import in_use
 from ds_compress.runtime.stage_profile import COLUMNS
 from ds_compress.transport.probe import LinkMeasurement
-from tests.runtime.test_depth import at_depths, check
+from tests.runtime.test_depth import at_depths, check, counts
 from tests.support.pipeline import MICRO_BATCH, batches, build, ds_config, printed_lines
 from tests.support.pipeline_kinds import BLOCKS
 from tests.support.ranks import run_ranks
@@ -40,26 +40,17 @@ def test_codecs_with_a_loss_give_what_they_give_at_depth_1(far):
     check("tensor", at_depths({"quantize": BLOCKS["quantize"]}, 1, "auto"))
 
 
-def counts(micro_batches, replicas=1):
-    return {
-        "gradient_accumulation_steps": micro_batches,
-        "train_batch_size": MICRO_BATCH * micro_batches * replicas,
-        "replicas": replicas,
-    }
-
-
 def depths(stages, replicas, link, found, micro_batches=(9,) * 5):
     """The depth at which each batch ran, and what was printed."""
     stage_profile.probe = lambda sender, receiver, first: found
     ran = []
     with printed_lines("ds_compress") as lines:
-        engine = build(stages, ds_config({"link": link}, **counts(micro_batches[0], replicas)))
+        engine = build(stages, ds_config({"link": link}, **counts(replicas, micro_batches[0])))
         data = batches(engine.grid.get_data_parallel_id())
         for count in micro_batches:
             engine.set_train_batch_size(MICRO_BATCH * count * replicas)
-            ran.append(
-                (engine.ds_compress.depth.now, {end.link.depth for end in engine.ds_compress.stage.ends})
-            )
+            session = engine.ds_compress
+            ran.append((session.depth.now, {end.link.depth for end in session.stage.ends}))
             engine.train_batch(data)
     return ran, lines
 
@@ -108,7 +99,7 @@ INPUT = 4 * 8 * 32768 * 4  # bytes of a micro-batch
 
 def memory(link):
     """Return the most bytes in use after a forward pass, over those at the start, by batch, and the depth."""
-    engine = build(2, ds_config({"link": link}, **counts(9)), specs=[LayerSpec(Wide) for _ in range(6)])
+    engine = build(2, ds_config({"link": link}, **counts()), specs=[LayerSpec(Wide) for _ in range(6)])
     data, most = batches(shape=(8, 32768)), []
     engine.module.register_forward_hook(lambda *_: most.append(in_use(CPU)))
     for _ in range(5):
@@ -128,7 +119,7 @@ def test_no_more_memory_is_taken_than_is_allowed(far, gigabytes, depth):
 
 def own_passes():
     """The depth of a program that replaces the instruction for backward passes, on a far link."""
-    engine, data = build(2, ds_config({"link": AUTO}, **counts(9))), batches()
+    engine, data = build(2, ds_config({"link": AUTO}, **counts())), batches()
     stock = engine.ds_compress.path.original[BackwardPass]
     type(engine)._INSTRUCTION_MAP[BackwardPass] = lambda self, buffer_id: stock(self, buffer_id)
     losses = [engine.train_batch(data).item() for _ in range(5)]
@@ -140,14 +131,10 @@ def test_a_program_with_passes_of_its_own_stays_at_depth_1(far):
 
 
 def rows(stages=3, **changes):
-    return [
-        dict.fromkeys(COLUMNS, 0.0)
-        | {"stage": float(stage), "forward": 0.01, "backward": 0.02, "activations": 1e6, "spare": 1e9}
-        | {"from before": 1e7, "from after": 1e7, "latency": 0.05}
-        | {"bytes forward": 1e5, "bytes backward": 1e5}
-        | changes
-        for stage in range(stages)
-    ]
+    times = {"forward": 0.01, "backward": 0.02, "latency": 0.05, "from before": 1e7, "from after": 1e7}
+    sizes = {"activations": 1e6, "spare": 1e9, "bytes forward": 1e5, "bytes backward": 1e5}
+    row = dict.fromkeys(COLUMNS, 0.0) | times | sizes | changes
+    return [row | {"stage": float(stage)} for stage in range(stages)]
 
 
 def test_what_nobody_knows_is_not_taken():

@@ -19,7 +19,6 @@ from tests.support.pipeline import (
     batches,
     build,
     ds_config,
-    even_cuts,
     layers,
     log_lines,
     printed_lines,
@@ -30,7 +29,7 @@ from tests.support.pipeline import (
     train_step,
     weights,
 )
-from tests.support.pipeline_kinds import fp16_on_cpu
+from tests.support.pipeline_kinds import ZERO_1, fp16_on_cpu
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
 
@@ -98,20 +97,11 @@ def test_a_rank_without_a_file_has_the_settings_of_the_others(tmp_path):
 
 
 REWRITTEN = {
-    "adopted is no block": lambda course, noted: ({**course, "adopted": {"0": {"forward": 5}}}, noted),
-    "another boundary": lambda course, noted: (
-        {**course, "policy": {**course["policy"], "rungs": [[7, "forward", 0]]}},
-        noted,
-    ),
-    "no such rung": lambda course, noted: (
-        {**course, "policy": {**course["policy"], "rungs": [[0, "forward", 9], [0, "backward", -1]]}},
-        noted,
-    ),
-    "state": lambda course, noted: (
-        {**course, "policy": {**course["policy"], "state": {"lr": "x", "norms": [1]}}},
-        noted,
-    ),
-    "noted of another boundary": lambda course, noted: (course, {"99": [1.0, 2.0]}),
+    "adopted is no block": {"course": {"adopted": {"0": {"forward": 5}}}},
+    "another boundary": {"policy": {"rungs": [[7, "forward", 0]]}},
+    "no such rung": {"policy": {"rungs": [[0, "forward", 9], [0, "backward", -1]]}},
+    "state": {"policy": {"state": {"lr": "x", "norms": [1]}}},
+    "noted of another boundary": {"noted": {"99": [1.0, 2.0]}},
 }
 
 
@@ -136,8 +126,10 @@ def test_a_rewritten_state_of_the_policy_starts_again(how, saved, tmp_path):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     for path in (tmp_path / "step5").glob("ds_compress_pp*.safetensors"):
         entries, texts = opened(path)
-        metadata = json.loads(texts["state"])
-        course, noted = REWRITTEN[how](metadata["course"], metadata["noted"])
+        metadata, changes = json.loads(texts["state"]), REWRITTEN[how]
+        course = metadata["course"] | changes.get("course", {})
+        course["policy"] |= changes.get("policy", {})
+        noted = changes.get("noted", metadata["noted"])
         path.write_bytes(signed(path, entries, course=course, noted=noted))
     upstream, downstream = run_ranks(2, resumed_from, config, tmp_path)
     assert upstream["rungs"] == downstream["rungs"]
@@ -230,18 +222,16 @@ def test_a_policy_is_never_ignored_in_silence():
         simulate(model, ds_config(block(ACCORDION)), [1])
 
 
-def simulated_steps(config, stages, steps=STEPS, evaluates=False):
-    """Losses and rungs by step of the same training in one process."""
+def simulated_steps(config, evaluates):
+    """Losses, and what is printed, of the same training in one process."""
     with printed_lines("policy") as printed:
-        options = {"lr": lambda: [group["lr"] for group in groups]}
-        model = simulated(layers(), config, even_cuts(8, stages), **options)
-        optimizer, data = torch.optim.SGD(model.parameters(), lr=0.05), batches()
-        groups, losses = optimizer.param_groups, []
-        for _ in range(steps):
+        model, data = simulated(layers(), config, [4], lr=lambda: [0.05]), batches()
+        losses = []
+        for _ in range(STEPS):
             if evaluates:
                 with evaluating(model, "compressed"):
                     model(next(batches())[0])
-            losses.append(train_step(model, optimizer, data))
+            losses.append(train_step(model, data))
     return losses, printed
 
 
@@ -251,22 +241,18 @@ def test_a_simulated_policy_gives_the_losses_of_a_pipeline():
     real = run_ranks(2, trained, config)[0]
     assert len({str(rungs) for rungs in real["rungs"]}) > 1
     for evaluates in (False, True):
-        losses, printed = simulated_steps(config, 2, evaluates=evaluates)
+        losses, printed = simulated_steps(config, evaluates)
         assert losses == real["losses"]
-        assert (
-            printed == real["printed"][: len(printed)] and len(real["printed"]) - len(printed) <= 1
-        )  # after the last step
+        assert real["printed"][: len(printed)] == printed
+        assert len(real["printed"]) - len(printed) <= 1  # after the last step
 
 
 def scaled(power):
     """Norms noted at a loss scale."""
     fp16_on_cpu()
-    config = ds_config(
-        block({**ACCORDION, "every": 100}),
-        fp16={"enabled": True, "loss_scale": float(2**power)},
-        zero_optimization={"stage": 1},  # without it DeepSpeed 0.19.8 does not scale the loss
-    )
-    engine = build(2, config)
+    fp16 = {"enabled": True, "loss_scale": float(2**power)}
+    # without ZeRO DeepSpeed 0.19.8 does not scale the loss
+    engine = build(2, ds_config(block({**ACCORDION, "every": 100}), fp16=fp16, **ZERO_1))
     engine.train_batch(batches(dtype=torch.float16))
     return engine.ds_compress.policy.own_state()
 

@@ -10,17 +10,17 @@ from deepspeed.pipe import LayerSpec
 from ds_compress.feedback import digest
 from ds_compress.feedback.digest import mirror_digest, window_digest
 from tests.feedback.test_feedback_pipeline import digests
-from tests.support.pipeline import ParallelBlock, batches, build, ds_config, log_lines
+from tests.support.pipeline import ParallelBlock, alike, batches, build, ds_config, log_lines
 from tests.support.ranks import run_ranks
 
 TOPK = {"name": "topk", "density": 0.3}
 EVERY, STEPS = 3, 8
-EF21 = {"codec": TOPK, "feedback": "ef21"}
+EF21 = alike(TOPK, "ef21")
 AQSGD = {"codec": TOPK, "feedback": {"name": "aqsgd", "dtype": "fp32"}}
 BLOCKS = {
-    "ef21": {"forward": EF21, "backward": EF21},
+    "ef21": EF21,
     "ef21 per slot": {"forward": {"codec": TOPK, "feedback": {"name": "ef21", "scope": "micro_batch"}}},
-    "aqsgd": {"forward": AQSGD, "backward": EF21},
+    "aqsgd": {**EF21, "forward": AQSGD},
 }
 
 
@@ -40,13 +40,11 @@ def flip(engine, direction):
 
 def mirrored(engine):
     """Entries by boundary and direction."""
-    return {
-        (boundary.number, direction): sum(
-            key.startswith(f"{direction}/mirror/") for memory in boundary.memory.values() for key in memory
-        )
-        for boundary in engine.ds_compress.stage.boundaries
-        for direction in ("forward", "backward")
-    }
+    found = {}
+    for boundary, way in itertools.product(engine.ds_compress.stage.boundaries, ("forward", "backward")):
+        keys = itertools.chain(*boundary.memory.values())
+        found[boundary.number, way] = sum(key.startswith(f"{way}/mirror/") for key in keys)
+    return found
 
 
 def train(stages, settings, damage=None, **options):
@@ -104,12 +102,9 @@ def test_a_flipped_bit_is_found_and_both_sides_start_anew(name, direction, at):
     assert not in_step(unchecked)
     ranks = run_ranks(2, train, 2, config(name), damage)
     assert in_step(ranks) and sides(ranks)
-    lines = [line for rank in ranks for line in rank["warnings"]]
-    assert len(lines) == 1
-    assert lines[0].startswith(
-        f"boundary 0, {direction}: both sides no longer hold the same after step {2 * EVERY}, so both start "
-        "from zero [replica 0]"
-    )
+    (line,) = (line for rank in ranks for line in rank["warnings"])
+    start = f"boundary 0, {direction}: both sides no longer hold the same after step {2 * EVERY}, "
+    assert line.startswith(start + "so both start from zero [replica 0]")
     for rank in ranks:
         counts = [held[0, direction] for held in rank["held"]]
         assert counts[2 * EVERY - 1] == 0 and counts[-1] > 0 and counts[2 * EVERY - 2] > 0
@@ -128,13 +123,10 @@ def test_replicas_are_compared_on_their_own():
     assert [rank["held"][2 * EVERY - 1][0, "forward"] for rank in ranks] == [1, 0, 1, 0]
 
 
-@pytest.mark.parametrize(
-    "pipeline",
-    [{"pipe_partitioned": sliced, "grad_partitioned": sliced} for sliced in (False, True)],
-    ids=["whole", "sliced"],
-)
-def test_tensor_parallel_ranks_start_anew_together(pipeline):
+@pytest.mark.parametrize("sliced", [False, True])
+def test_tensor_parallel_ranks_start_anew_together(sliced):
     """They send the same bytes: one of them alone would send what the others do not."""
+    pipeline = {"pipe_partitioned": sliced, "grad_partitioned": sliced}
     specs = [LayerSpec(ParallelBlock) for _ in range(4)]
     damage = (3, EVERY + 2, "forward")
     run = functools.partial(train, specs=specs, tensor_parallel=2)
@@ -170,8 +162,8 @@ def count_gathers(settings):
 @pytest.mark.parametrize(
     "block, calls",
     [
-        ({"forward": EF21}, 2),
-        ({"forward": EF21, "state_check_every": 0}, 0),
+        ({"forward": EF21["forward"]}, 2),
+        ({"forward": EF21["forward"], "state_check_every": 0}, 0),
         ({"forward": {"feedback": "ef"}}, 0),
     ],
 )
@@ -182,14 +174,9 @@ def test_only_what_is_mirrored_is_compared(block, calls):
 
 def memories(rows=10, numel=50):
     torch.manual_seed(0)
-    return {
-        position: {
-            "backward/mirror/ef21": torch.randn(numel),
-            **{f"forward/mirror/host/aqsgd/{row:016x}": torch.randn(numel) for row in range(rows)},
-            "forward/sender/ef": torch.randn(numel),
-        }
-        for position in (0, 1)
-    }
+    keys = [f"forward/mirror/host/aqsgd/{row:016x}" for row in range(rows)]
+    keys = ["backward/mirror/ef21", *keys, "forward/sender/ef"]
+    return {position: {key: torch.randn(numel) for key in keys} for position in (0, 1)}
 
 
 def hashes(state, turns=1):

@@ -8,18 +8,6 @@ import torch
 from deepspeed.runtime.pipe import engine as deepspeed_engine
 from deepspeed.runtime.pipe import p2p, schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.schedule import (
-    BackwardPass,
-    BufferOpInstruction,
-    ForwardPass,
-    LoadMicroBatch,
-    PipeInstruction,
-    RecvActivation,
-    RecvGrad,
-    ReduceTiedGrads,
-    SendActivation,
-    SendGrad,
-)
 from torch import nn
 
 from tests.support.pipeline import Block, loss_fn
@@ -93,12 +81,12 @@ class NamedTensors(PipelineEngine):
 
     _INSTRUCTION_MAP = {
         **PipelineEngine._INSTRUCTION_MAP,
-        ForwardPass: _forward,
-        BackwardPass: _backward,
-        SendActivation: _send_outputs,
-        RecvActivation: _recv_inputs,
-        SendGrad: _send_gradients,
-        RecvGrad: _recv_gradients,
+        schedule.ForwardPass: _forward,
+        schedule.BackwardPass: _backward,
+        schedule.SendActivation: _send_outputs,
+        schedule.RecvActivation: _recv_inputs,
+        schedule.SendGrad: _send_gradients,
+        schedule.RecvGrad: _recv_gradients,
     }
 
 
@@ -115,7 +103,7 @@ def copied_module() -> types.ModuleType:
 
 
 CopiedEngine = copied_module().PipelineEngine
-MOVES = (SendActivation, RecvActivation, SendGrad, RecvGrad)
+MOVES = (schedule.SendActivation, schedule.RecvActivation, schedule.SendGrad, schedule.RecvGrad)
 
 
 class CopiedInstructions(PipelineEngine):
@@ -143,13 +131,10 @@ class SendsMore(PipelineEngine):
     first = False
 
     def _note(self, buffer_id):
-        if self.like_the_message:
-            return 0.5 * torch.ones_like(self._example(buffer_id))
-        return torch.full((3,), float(self.global_steps))
-
-    def _example(self, buffer_id):
-        found = self.pipe_buffers["outputs" if self.is_first_stage() else "inputs"][buffer_id]
-        return found.detach()
+        if not self.like_the_message:
+            return torch.full((3,), float(self.global_steps))
+        message = self.pipe_buffers["outputs" if self.is_first_stage() else "inputs"][buffer_id]
+        return torch.full_like(message.detach(), 0.5)
 
     def _send(self, kind, stage, buffer_id):
         note = self._note(buffer_id)
@@ -164,30 +149,21 @@ class SendsMore(PipelineEngine):
         if self.first:
             p2p.recv(note, stage)
         PipelineEngine._INSTRUCTION_MAP[kind](self, buffer_id)
-        if self.like_the_message:
-            note = torch.empty_like(self._example(buffer_id))
         if not self.first:
+            note = torch.empty_like(self._note(buffer_id))
             p2p.recv(note, stage)
         self.notes = getattr(self, "notes", 0.0) + note.sum().item()
 
-    def _send_outputs(self, buffer_id):
-        self._send(SendActivation, self.next_stage, buffer_id)
-
-    def _recv_inputs(self, buffer_id):
-        self._receive(RecvActivation, self.prev_stage, buffer_id)
-
-    def _send_gradients(self, buffer_id):
-        self._send(SendGrad, self.prev_stage, buffer_id)
-
-    def _recv_gradients(self, buffer_id):
-        self._receive(RecvGrad, self.next_stage, buffer_id)
-
     _INSTRUCTION_MAP = {
         **PipelineEngine._INSTRUCTION_MAP,
-        SendActivation: _send_outputs,
-        RecvActivation: _recv_inputs,
-        SendGrad: _send_gradients,
-        RecvGrad: _recv_gradients,
+        schedule.SendActivation: lambda self, number: self._send(
+            schedule.SendActivation, self.next_stage, number
+        ),
+        schedule.RecvActivation: lambda self, number: self._receive(
+            schedule.RecvActivation, self.prev_stage, number
+        ),
+        schedule.SendGrad: lambda self, number: self._send(schedule.SendGrad, self.prev_stage, number),
+        schedule.RecvGrad: lambda self, number: self._receive(schedule.RecvGrad, self.next_stage, number),
     }
 
 
@@ -219,8 +195,8 @@ class OwnFunctions(PipelineEngine):
 
     _INSTRUCTION_MAP = {
         **PipelineEngine._INSTRUCTION_MAP,
-        SendActivation: _send_outputs,
-        RecvActivation: _recv_inputs,
+        schedule.SendActivation: _send_outputs,
+        schedule.RecvActivation: _recv_inputs,
     }
 
 
@@ -228,26 +204,12 @@ def received_notes(engine):
     return [getattr(engine, "notes", 0.0)]
 
 
-class InputGradient(BufferOpInstruction):
+class InputGradient(schedule.BufferOpInstruction):
     """A backward pass that leaves the gradients of weights for later."""
 
 
-class WeightGradient(PipeInstruction):
+class WeightGradient(schedule.PipeInstruction):
     """The gradients of weights that the oldest `InputGradient` has left."""
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, layer):
-        ctx.save_for_backward(x)
-        ctx.layer = layer
-        return x @ layer.weight.t() + layer.bias
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,), layer = ctx.saved_tensors, ctx.layer
-        layer.left.append((x.detach(), gradient))
-        return gradient @ layer.weight, None
 
 
 class LaterLinear(nn.Linear):
@@ -258,7 +220,10 @@ class LaterLinear(nn.Linear):
         self.left = []
 
     def forward(self, x):
-        return _Linear.apply(x, self)
+        y = nn.functional.linear(x, self.weight.detach(), self.bias.detach())
+        if y.requires_grad:
+            y.register_hook(lambda gradient: self.left.append((x.detach(), gradient)))
+        return y
 
     def make_gradient(self):
         x, gradient = (part.flatten(0, -2) for part in self.left.pop(0))
@@ -280,13 +245,13 @@ class ZeroBubbleSchedule(schedule.TrainSchedule):
         for commands in super().steps():
             made = []
             for command in commands:
-                if isinstance(command, BackwardPass):
+                if isinstance(command, schedule.BackwardPass):
                     made.append(InputGradient(command.buffer_id))
                     left += 1
-                elif isinstance(command, SendGrad):
+                elif isinstance(command, schedule.SendGrad):
                     made += [command, WeightGradient()]
                     left -= 1
-                elif isinstance(command, ReduceTiedGrads):
+                elif isinstance(command, schedule.ReduceTiedGrads):
                     made += [WeightGradient() for _ in range(left)] + [command]
                 else:
                     made.append(command)
@@ -308,7 +273,7 @@ class ZeroBubble(OwnSchedule):
     }
 
 
-class LoadTwice(PipeInstruction):
+class LoadTwice(schedule.PipeInstruction):
     """Loads a micro-batch for the policy and for the reference."""
 
 
@@ -341,12 +306,12 @@ def _with_reference(steps, reference_of):
         made = []
         for command in commands:
             buffer = command.kwargs.get("buffer_id")
-            if isinstance(command, LoadMicroBatch):
+            if isinstance(command, schedule.LoadMicroBatch):
                 made.append(LoadTwice(buffers=(buffer, reference_of(buffer))))
                 continue
-            if isinstance(command, ForwardPass):
+            if isinstance(command, schedule.ForwardPass):
                 made.append(Reference(reference_of(buffer)))
-            elif isinstance(command, (SendActivation, RecvActivation)):
+            elif isinstance(command, (schedule.SendActivation, schedule.RecvActivation)):
                 made.append(type(command)(reference_of(buffer)))
             made.append(command)
         yield made

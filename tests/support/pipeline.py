@@ -61,6 +61,18 @@ def ds_config(block: dict[str, Any] | None = None, **changes: Any) -> dict[str, 
     return config
 
 
+def alike(codec: Any, feedback: Any = "none", **others: Any) -> dict[str, Any]:
+    """A block with the same codec and feedback in both directions."""
+    direction = {"codec": codec, "feedback": feedback}
+    return {"forward": direction, "backward": direction, **others}
+
+
+def reusing(density: float, **others: Any) -> dict[str, Any]:
+    """A block with TopK, whose gradients are sent where activations were."""
+    forward, backward = {"name": "topk", "density": density}, {"name": "topk", "indices": "reuse"}
+    return {"forward": {"codec": forward}, "backward": {"codec": backward}, **others}
+
+
 def batches(replica: int = 0, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (8, WIDTH)):
     """Endless micro-batches of (input, target)."""
     generator = torch.Generator().manual_seed(100 + replica)
@@ -87,21 +99,15 @@ def build(
         topology = PipeDataParallelTopology(num_pp=stages, num_dp=replicas)
     options = {"loss_fn": loss_fn, "partition_method": "uniform", "seed_layers": True, "topology": topology}
     module = module_class(specs or layers(), **options | module_options)
-    engine, *_ = deepspeed.initialize(
-        model=module,
-        config=config,
-        model_parameters=[p for p in module.parameters() if p.requires_grad],
-        training_data=training_data,
-    )
-    return engine
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    given = {"config": config, "model_parameters": parameters, "training_data": training_data}
+    return deepspeed.initialize(model=module, **given)[0]
 
 
 def weights(engine) -> dict[str, torch.Tensor]:
     """This stage's weights by global layer name."""
-    start = engine.module._local_start
-    return {name: p.detach().float().clone() for name, p in engine.module.named_parameters()} | {
-        "start": start
-    }
+    found = {name: p.detach().float().clone() for name, p in engine.module.named_parameters()}
+    return {**found, "start": engine.module._local_start}
 
 
 def same_weights(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
@@ -195,16 +201,16 @@ def simulated(
 
 def train_step(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
     data: Iterator,
     loss_fn: Loss = loss_fn,
     micro_batches: int = MICRO_BATCHES,
+    lr: float = 0.05,
 ) -> float:
-    """The mean loss over the micro-batches of a step."""
+    """The mean loss over the micro-batches of a step of SGD."""
     model.train()
     loss = _mean_loss(model, data, loss_fn, micro_batches)
-    optimizer.step()
-    optimizer.zero_grad()
+    torch.optim.SGD(model.parameters(), lr=lr).step()
+    model.zero_grad()
     return loss
 
 
@@ -218,10 +224,8 @@ def evaluate(model: nn.Module, data: Iterator, micro_batches: int = MICRO_BATCHE
 def train_simulated(stages: int, config: dict[str, Any], steps: int = 4) -> list[float]:
     """The losses of `tests.support.pipeline.train`."""
     specs = layers()
-    model = simulated(specs, config, even_cuts(len(specs), stages))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    data = batches()
-    return [train_step(model, optimizer, data) for _ in range(steps)]
+    model, data = simulated(specs, config, even_cuts(len(specs), stages)), batches()
+    return [train_step(model, data) for _ in range(steps)]
 
 
 def _mean_loss(model: nn.Module, data: Iterator, loss_fn: Loss, micro_batches: int) -> float:
@@ -311,43 +315,36 @@ class ParallelBlock(Block):
         ranks = [[first, first + 1] for first in range(0, torch.distributed.get_world_size(), 2)]
         groups = [torch.distributed.new_group(pair) for pair in ranks]
         rank = torch.distributed.get_rank()
-        self.group, own = groups[rank // 2], slice(WIDTH * (rank % 2), WIDTH * (rank % 2 + 1))
+        group, own = groups[rank // 2], slice(WIDTH * (rank % 2), WIDTH * (rank % 2 + 1))
         self.up.weight = nn.Parameter(self.up.weight[own].clone())
         self.up.bias = nn.Parameter(self.up.bias[own].clone())
         self.down.weight = nn.Parameter(self.down.weight[:, own].clone())
+        self.sums = None, group  # forward, backward
 
     def forward(self, x):
-        own = torch.tanh(self.up(_Shared.apply(self.norm(x), self.group))) @ self.down.weight.T
-        return x + _Sum.apply(own, self.group) + self.down.bias
+        own = torch.tanh(self.up(_Summed.apply(self.norm(x), *self.sums))) @ self.down.weight.T
+        return x + _Summed.apply(own, *reversed(self.sums)) + self.down.bias
 
 
-class _Shared(torch.autograd.Function):
-    """What all ranks of the group have, each using it in its own way: gradients add up."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x
+class _Summed(torch.autograd.Function):
+    """The sum over the first group; its gradient is the sum over the second one. None: of this rank alone."""
 
     @staticmethod
-    def backward(ctx, gradient):
-        gradient = gradient.clone()
-        torch.distributed.all_reduce(gradient, group=ctx.group)
-        return gradient, None
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over the group."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        x = x.clone()
-        torch.distributed.all_reduce(x, group=group)
-        return x
+    def forward(ctx, x, group, gradients):
+        ctx.group = gradients
+        return _summed(x, group)
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient, None
+        return _summed(gradient, ctx.group), None, None
+
+
+def _summed(x, group):
+    if group is None:
+        return x
+    x = x.clone()
+    torch.distributed.all_reduce(x, group=group)
+    return x
 
 
 class Causal(Block):
@@ -382,10 +379,3 @@ class Causal(Block):
         tables = [table.expand(batch, 1, -1, -1).clone() for table in (angles.cos(), angles.sin())]
         # DeepSpeed wants a gradient for every float tensor that a stage sends
         return tuple(tensor.requires_grad_(torch.is_grad_enabled()) for tensor in (mask, *tables))
-
-
-def causal_batches(lengths: tuple[int, ...]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless micro-batches, `MICRO_BATCHES` of each length."""
-    sources = [batches(shape=(length, WIDTH)) for length in lengths]
-    for source in itertools.cycle(sources):
-        yield from itertools.islice(source, MICRO_BATCHES)

@@ -30,25 +30,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from ds_compress.transport import parts
-from tests.support.pipeline import (
-    WIDTH,
-    CopiedTurned,
-    Masked,
-    Mixed,
-    ParallelBlock,
-    Skip,
-    Turned,
-    batches,
-    build,
-    ds_config,
-    evaluate,
-    even_cuts,
-    layers,
-    same_weights,
-    simulated,
-    train_step,
-    weights,
-)
+from tests.support import pipeline
+from tests.support.pipeline import simulated
 from tests.support.ranks import run_ranks
 
 LAYERS = 6
@@ -61,27 +44,27 @@ def of(layer: type) -> list[LayerSpec]:
 
 def turned(layer: type) -> list[LayerSpec]:
     """The last layer of the first of two stages is a `layer`; the second turns back."""
-    half = layers(LAYERS // 2 - 1)
-    return [*half, LayerSpec(layer), *half, LayerSpec(CopiedTurned)]
+    half = pipeline.layers(LAYERS // 2 - 1)
+    return [*half, LayerSpec(layer), *half, LayerSpec(pipeline.CopiedTurned)]
 
 
 def tied() -> list[LayerSpec]:
-    ends = [TiedLayerSpec("ends", nn.Linear, WIDTH, WIDTH) for _ in range(2)]
-    return [ends[0], *layers(LAYERS - 2), ends[1]]
+    ends = [TiedLayerSpec("ends", nn.Linear, pipeline.WIDTH, pipeline.WIDTH) for _ in range(2)]
+    return [ends[0], *pipeline.layers(LAYERS - 2), ends[1]]
 
 
 def plain(engine: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The usual micro-batches, in the dtype that the engine computes in; None: no engine."""
     half = torch.float16 if engine and engine.fp16_enabled() else torch.float32
     dtype = torch.bfloat16 if engine and engine.bfloat16_enabled() else half
-    return batches(engine.grid.get_data_parallel_id() if engine else 0, dtype)
+    return pipeline.batches(engine.grid.get_data_parallel_id() if engine else 0, dtype)
 
 
 def of_lengths(lengths: list[int]):
     """Micro-batches of those lengths, round and round."""
 
     def data(engine):
-        by_length = {length: batches(shape=(length, WIDTH)) for length in lengths}
+        by_length = {length: pipeline.batches(shape=(length, pipeline.WIDTH)) for length in lengths}
         return (next(by_length[length]) for length in itertools.cycle(lengths))
 
     return data
@@ -92,7 +75,7 @@ class Kind:
     title: str
     stages: int = 2
     ranks: int = 0  # as many as stages unless given
-    specs: Callable[[], list[LayerSpec]] = lambda: layers(LAYERS)
+    specs: Callable[[], list[LayerSpec]] = lambda: pipeline.layers(LAYERS)
     stock_specs: Callable[[], list[LayerSpec]] | None = None  # where stock cannot run the same
     stock: bool = True  # whether stock computes the right thing
     config: dict[str, Any] = field(default_factory=dict)
@@ -102,9 +85,8 @@ class Kind:
     prepare: Callable[[Any], None] | None = None  # called with the engine
     before_batch: Callable[[Any], None] | None = None
     engine_class: type | None = None
-    simulated: float | None = (
-        0.0  # largest relative difference to the same in one process; None: that cannot be
-    )
+    # largest relative difference to the same in one process; None: that cannot be
+    simulated: float | None = 0.0
     possible: Callable[[], bool] = lambda: True  # for this DeepSpeed on this device
     same_packets: int = 1  # neighbouring ranks that have to send the same bytes
 
@@ -140,40 +122,36 @@ def _checkpoints() -> bool:
 # order
 SEPARATE = 1e-5
 ZERO_1 = {"zero_optimization": {"stage": 1}}
+BF16 = {"bf16": {"enabled": True}}
+MIXED = {"specs": lambda: of(pipeline.Mixed), "simulated": SEPARATE}
+FLOATS = {"specs": lambda: of(pipeline.Skip), "simulated": SEPARATE, "stages": 3}
+DYNAMIC = {"module": {"dynamic_shape": True}, "data": of_lengths([8, 3, 16, 5]), "stages": 3}
+PARALLEL = {
+    "module": {"tensor_parallel": 2},
+    "specs": lambda: [LayerSpec(pipeline.ParallelBlock)] * LAYERS,
+    "ranks": 4,
+}
+
+
+def recomputing(**options: Any) -> dict[str, Any]:
+    pipeline = {"activation_checkpoint_interval": 1, **options}
+    return {"possible": _checkpoints, "config": {"pipeline": pipeline}}
+
+
 KINDS = {
     "tensor": Kind("one tensor", stages=3),
-    "mixed": Kind(
-        "tuple with int64, bool and small float tensors", specs=lambda: of(Mixed), simulated=SEPARATE
-    ),
-    "mixed-middle": Kind(
-        "the same with a middle stage", stages=3, specs=lambda: of(Mixed), stock=False, simulated=SEPARATE
-    ),
-    "mixed-dynamic": Kind(
-        "the same, `dynamic_shape`",
-        stages=3,
-        specs=lambda: of(Mixed),
-        stock=False,
-        module={"dynamic_shape": True},
-        data=of_lengths([8, 3, 16, 5]),
-        simulated=SEPARATE,
-    ),
-    "floats": Kind("tuple with several float tensors", stages=3, specs=lambda: of(Skip), simulated=SEPARATE),
-    "positions": Kind(
-        'the same, `"tensors": [0, 2]`',
-        stages=3,
-        specs=lambda: of(Skip),
-        simulated=SEPARATE,
-        block={"tensors": [0, 2]},
-    ),
+    "mixed": Kind("tuple with int64, bool and small float tensors", **MIXED),
+    "mixed-middle": Kind("the same with a middle stage", stages=3, stock=False, **MIXED),
+    "mixed-dynamic": Kind("the same, `dynamic_shape`", stock=False, **MIXED, **DYNAMIC),
+    "floats": Kind("tuple with several float tensors", **FLOATS),
+    "positions": Kind('the same, `"tensors": [0, 2]`', block={"tensors": [0, 2]}, **FLOATS),
     "mask": Kind(
         "`has_attention_mask`",
         stages=3,
-        specs=lambda: of(Masked),
+        specs=lambda: of(pipeline.Masked),
         prepare=lambda engine: engine.set_has_attention_mask(True),
     ),
-    "dynamic": Kind(
-        "`dynamic_shape`", stages=3, module={"dynamic_shape": True}, data=of_lengths([8, 3, 16, 5])
-    ),
+    "dynamic": Kind("`dynamic_shape`", **DYNAMIC),
     "reset": Kind(
         "`reset_activation_shape()` before every batch",
         data=of_lengths([8] * 4 + [5] * 4),
@@ -181,25 +159,17 @@ KINDS = {
     ),
     "strides": Kind(
         "outputs that are not contiguous (stock: a copy)",
-        specs=lambda: turned(Turned),
-        stock_specs=lambda: turned(CopiedTurned),
+        specs=lambda: turned(pipeline.Turned),
+        stock_specs=lambda: turned(pipeline.CopiedTurned),
     ),
-    "reentrant": Kind(
-        "activation checkpointing",
-        possible=_checkpoints,
-        config={"pipeline": {"activation_checkpoint_interval": 1}},
-    ),
-    "non-reentrant": Kind(
-        "activation checkpointing, non-reentrant",
-        possible=_checkpoints,
-        config={"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False}},
-    ),
+    "reentrant": Kind("activation checkpointing", **recomputing()),
+    "non-reentrant": Kind("activation checkpointing, non-reentrant", **recomputing(use_reentrant=False)),
     "tied": Kind("tied weights, first and last stage", stages=3, specs=tied, simulated=None),
     "clipping": Kind("gradient clipping", config={"gradient_clipping": 0.05}, simulated=None),
     "data-parallel": Kind("PP 2 x DP 2", ranks=4, config={"replicas": 2}, simulated=None),
     "zero-1": Kind("PP 2 x DP 2, ZeRO-1", ranks=4, config={"replicas": 2, **ZERO_1}, simulated=None),
-    "bf16": Kind("bf16, BF16_Optimizer", config={"bf16": {"enabled": True}}, simulated=None),
-    "bf16-zero-1": Kind("bf16, ZeRO-1", config={"bf16": {"enabled": True}, **ZERO_1}, simulated=None),
+    "bf16": Kind("bf16, BF16_Optimizer", config=BF16, simulated=None),
+    "bf16-zero-1": Kind("bf16, ZeRO-1", config={**BF16, **ZERO_1}, simulated=None),
     "fp16": Kind(
         "fp16, ZeRO-1, dynamic loss scale",
         simulated=None,
@@ -210,28 +180,20 @@ KINDS = {
         config={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
         simulated=None,
     ),
-    "tp-partitioned": Kind(
-        "TP 2 x PP 2, partitioned activations",
-        ranks=4,
-        module={"tensor_parallel": 2},
-        specs=lambda: [LayerSpec(ParallelBlock)] * LAYERS,
-        simulated=None,
-    ),
+    "tp-partitioned": Kind("TP 2 x PP 2, partitioned activations", simulated=None, **PARALLEL),
     "tp-full": Kind(
         "TP 2 x PP 2, full activations",
-        ranks=4,
-        module={"tensor_parallel": 2},
         simulated=None,
-        specs=lambda: [LayerSpec(ParallelBlock)] * LAYERS,
         same_packets=2,
         config={"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}},
+        **PARALLEL,
     ),
     "own-map": Kind("a subclass with an instruction map of its own", engine_class=OwnEngine),
     "depth": Kind('`"link": {"depth": 2}`', block={"link": {"depth": 2}}),
     "depth-data-parallel": Kind(
         '`"link": {"depth": 3}`, PP 2 x DP 2, ZeRO-1, bf16',
         ranks=4,
-        config={"replicas": 2, "bf16": {"enabled": True}, **ZERO_1},
+        config={"replicas": 2, **BF16, **ZERO_1},
         simulated=None,
         block={"link": {"depth": 3}},
     ),
@@ -248,13 +210,8 @@ BLOCKS = {
     "blocking": {"link": {"mode": "blocking"}},
     "eager": {},  # the default, with the link of the kind
     "connections": {"link": {"connections": 3}},
-    "topk": {
-        "forward": {"codec": {"name": "topk", "density": 0.2}},
-        "backward": {"codec": {"name": "topk", "indices": "reuse"}},
-    },
-    "quantize": {
-        direction: {"codec": {"name": "quantize", "bits": 4}} for direction in ("forward", "backward")
-    },
+    "topk": pipeline.reusing(0.2),
+    "quantize": pipeline.alike({"name": "quantize", "bits": 4}),
 }
 
 
@@ -265,12 +222,14 @@ def fp16_on_cpu() -> None:
 def train(kind: Kind, block: dict[str, Any] | None) -> dict[str, Any]:
     """What one rank has to show after some steps and evaluations; `block`: None for stock DeepSpeed."""
     specs = kind.stock_specs if kind.stock_specs and block is None else kind.specs
-    config = ds_config({"min_numel": 64, **kind.block, **block} if block is not None else None, **kind.config)
+    config = pipeline.ds_config(
+        {"min_numel": 64, **kind.block, **block} if block is not None else None, **kind.config
+    )
     if "fp16" in kind.config:
         fp16_on_cpu()
     if kind.engine_class:
         deepspeed.PipelineEngine = kind.engine_class
-    engine = build(kind.stages, config, specs(), **kind.module)
+    engine = pipeline.build(kind.stages, config, specs(), **kind.module)
     own_before = getattr(engine, "sent", 0)
     digest = hashlib.blake2b()
     if block is not None:
@@ -291,7 +250,7 @@ def train(kind: Kind, block: dict[str, Any] | None) -> dict[str, Any]:
         "class": type(engine).__name__,
         "losses": losses,
         "evaluated": evaluated,
-        "weights": weights(engine),
+        "weights": pipeline.weights(engine),
         "raw": sum(s.raw_bytes for s in sent),
         "wire": sum(s.wire_bytes for s in sent),
         "packets": digest.hexdigest(),
@@ -325,13 +284,12 @@ def train_all(kind: Kind, blocks: dict[str, dict[str, Any]] = BLOCKS) -> dict[st
 def train_simulated(kind: Kind, block: dict[str, Any]) -> tuple[list[float], list[float]]:
     """Losses of training and of evaluation, in one process."""
     specs = kind.specs()
-    config = ds_config({"min_numel": 64, **kind.block, **block})
-    model = simulated(specs, config, even_cuts(len(specs), kind.stages))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    config = pipeline.ds_config({"min_numel": 64, **kind.block, **block})
+    model = simulated(specs, config, pipeline.even_cuts(len(specs), kind.stages))
     data, losses, evaluated = kind.data(None), [], []
     for _ in range(STEPS):
-        losses.append(train_step(model, optimizer, data))
-        evaluated.append(evaluate(model, kind.data(None)))
+        losses.append(pipeline.train_step(model, data))
+        evaluated.append(pipeline.evaluate(model, kind.data(None)))
     return losses, evaluated
 
 
@@ -350,39 +308,29 @@ def problems(kind: Kind) -> tuple[list[str], dict[str, dict[str, Any]]]:
 
     for number, runs in enumerate(ranks):
         reference = runs["stock" if kind.stock else "blocking"]
+        stock_class = reference["class"].removeprefix("Compressed")
         partner = ranks[number - number % kind.same_packets]
         for name in BLOCKS:
             mine = runs[name]
-            expect(
-                mine["class"] == f"Compressed{reference['class'].removeprefix('Compressed')}", mine["class"]
-            )
+            expect(mine["class"] == f"Compressed{stock_class}", mine["class"])
             expect(mine["own"] == reference["own"], f"{name}: {mine['own']} own instructions ran")
             expect(mine["packets"] == partner[name]["packets"], f"{name}: rank {number} sends other bytes")
         for name in EXACT:
             mine = runs[name]
-            expect(
-                same_weights(mine["weights"], reference["weights"]),
-                f"none, {name}: other weights on rank {number}",
-            )
+            same = pipeline.same_weights(mine["weights"], reference["weights"])
+            expect(same, f"none, {name}: other weights on rank {number}")
             for key in ("losses", "evaluated"):
-                expect(
-                    mine[key] == reference[key],
-                    f"none, {name}: {key} {mine[key]} instead of {reference[key]}",
-                )
+                what = f"none, {name}: {key} {mine[key]} instead of {reference[key]}"
+                expect(mine[key] == reference[key], what)
     first = ranks[0]
     for name in LOSSY:
         expect(first[name]["losses"] != first["blocking"]["losses"], f"{name}: nothing is compressed")
         expect(first[name]["wire"] < first[name]["raw"], f"{name}: more bytes than without")
     for name, block in BLOCKS.items():
-        run = first[name]
-        expect(
-            run["evaluated"][-1] < run["evaluated"][0], f"{name}: the loss does not fall: {run['evaluated']}"
-        )
+        losses, evaluated = first[name]["losses"], first[name]["evaluated"]
+        expect(evaluated[-1] < evaluated[0], f"{name}: the loss does not fall: {evaluated}")
         if kind.simulated is not None:
-            ours, simulated = (
-                run["losses"] + run["evaluated"],
-                list(itertools.chain(*train_simulated(kind, block))),
-            )
+            ours, simulated = losses + evaluated, [*itertools.chain(*train_simulated(kind, block))]
             same = all(abs(a - b) <= kind.simulated * abs(b) for a, b in zip(ours, simulated))
             expect(same, f"{name}: {ours}, but simulate gives {simulated}")
     return found, first
@@ -405,10 +353,8 @@ def row(kind: Kind) -> list[str]:
 
 def main() -> None:
     """Print one row for each kind."""
-    print(
-        "| pipeline | ranks | `none` = stock | TopK 20 %, indices reused | quantize, 4 bits | = `simulate` |"
-    )
-    print("|---|---|---|---|---|---|")
+    lossy = "TopK 20 %, indices reused | quantize, 4 bits"
+    print(f"| pipeline | ranks | `none` = stock | {lossy} | = `simulate` |\n|---|---|---|---|---|---|")
     for kind in KINDS.values():
         print(f"| {' | '.join(row(kind))} |", flush=True)
 

@@ -23,21 +23,18 @@ from deepspeed.runtime.pipe.schedule import (
     SendGrad,
 )
 
-from tests.support.pipeline import batches, build, ds_config, layers, log_lines, loss_fn, weights
+from tests.support import pipeline
+from tests.support.pipeline import alike, batches, build, ds_config, layers, log_lines, reusing, weights
 
 STEPS = 3
 END = (ReduceTiedGrads, ReduceGrads, OptimizerStep)
-EIGHT_BITS = {direction: {"codec": {"name": "quantize", "bits": 8}} for direction in ("forward", "backward")}
-REUSE = {
-    "forward": {"codec": {"name": "topk", "density": 0.3}},
-    "backward": {"codec": {"name": "topk", "indices": "reuse"}},
-}
+EIGHT_BITS = alike({"name": "quantize", "bits": 8})
 BLOCKS = {
     "blocking": {"link": {"mode": "blocking"}},
     "eager": {"link": {"mode": "eager"}},
     "quantize": EIGHT_BITS,
-    "topk blocking": {**REUSE, "link": {"mode": "blocking"}},
-    "topk eager": REUSE,
+    "topk blocking": reusing(0.3, link={"mode": "blocking"}),
+    "topk eager": reusing(0.3),
 }
 LOSSLESS = ("blocking", "eager")
 
@@ -143,7 +140,7 @@ class OwnSchedule(PipelineEngine):
             self.pipe_buffers["outputs"][buffer_id] = 0.5 * found
         else:
             self.module.loss_fn = lambda output, target: (
-                loss_fn(output, target) + 0.1 * loss_fn(output, found)
+                pipeline.loss_fn(output, target) + 0.1 * pipeline.loss_fn(output, found)
             )
 
     _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, Reference: _exec_reference}

@@ -10,12 +10,10 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
 from tests.support.pipeline import MICRO_BATCHES, Block, batches, build, weights
-from tests.support.pipeline_kinds import fp16_on_cpu
+from tests.support.pipeline_kinds import BF16, ZERO_1, fp16_on_cpu
 from tests.support.ranks import run_ranks
 
-ZERO_1 = {"zero_optimization": {"stage": 1}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
-BF16 = {"bf16": {"enabled": True}}
 KINDS = {
     "fp32": {},
     "fp32 zero 1": ZERO_1,
