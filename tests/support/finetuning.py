@@ -199,7 +199,11 @@ SIZES = {
 HEAD = {"head_dim": 8}
 WINDOW = {"sliding_window": 6}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+TIED = {"tie_word_embeddings": True}
+ROTARY = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}
 LATENT = {
+    "n_group": 1,
+    "topk_group": 1,
     "first_k_dense_replace": 1,
     "num_key_value_heads": 4,
     "q_lora_rank": 16,
@@ -212,15 +216,9 @@ NO_GROUPS = {"num_key_value_heads": None, "intermediate_size": None}
 CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-2": ("GPT2", {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0, **NO_GROUPS}),
     "Llama": ("Llama", {}),
-    "Llama, tied, linear rotary scaling": (
-        "Llama",
-        {
-            "tie_word_embeddings": True,
-            "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
-        },
-    ),
+    "Llama, tied, linear rotary scaling": ("Llama", {**TIED, **ROTARY}),
     "Qwen2": ("Qwen2", {}),
-    "Qwen2, tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "Qwen2, tied": ("Qwen2", TIED),
     "Qwen2, windows": ("Qwen2", {"use_sliding_window": True, "max_window_layers": 2, **WINDOW}),
     "Qwen3": ("Qwen3", HEAD),
     "Mistral": ("Mistral", WINDOW),
@@ -237,17 +235,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "Granite": ("Granite", {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5}),
     "Mixtral": ("Mixtral", {"num_local_experts": 4}),
     "Qwen3-MoE": ("Qwen3Moe", {"num_experts": 4, **HEAD, **EXPERTS}),
-    "DeepSeek-V3": (
-        "DeepseekV3",
-        {
-            "n_routed_experts": 4,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            **LATENT,
-            **EXPERTS,
-        },
-    ),
+    "DeepSeek-V3": ("DeepseekV3", {"n_routed_experts": 4, **LATENT, **EXPERTS}),
     "GPT-OSS": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, **HEAD, **WINDOW}),
     "BLOOM": ("Bloom", NO_GROUPS),
     "Falcon": ("Falcon", NO_GROUPS),

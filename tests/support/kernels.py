@@ -22,12 +22,9 @@ ROOT = Path(__file__).parents[2]
 COMPILER = shutil.which("g++")
 TARGETS = list(library.instruction_sets())
 """The instruction sets of this kind of machine, best first."""
+_SUPPORTED = [name for name in TARGETS if name in library.supported()]
 EACH_TARGET = pytest.mark.parametrize(
-    "target",
-    [
-        pytest.param(name, marks=pytest.mark.extended if number else ())
-        for number, name in enumerate(filter(set(library.supported()).__contains__, TARGETS))
-    ],
+    "target", _SUPPORTED[:1] + [pytest.param(name, marks=pytest.mark.extended) for name in _SUPPORTED[1:]]
 )
 """Those that this processor has; `make test` has the best one, which is installed: others take a minute."""
 

@@ -1,7 +1,7 @@
 """Pipelines whose replicas exchange gradients of parameters that are large enough to be compressed."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -119,8 +119,9 @@ def train_replicas(
     data = batches(replica, dtype, (8, 97 if specs == "odd" else WIDE))
     losses, digests, skipped, scales = [], [], [], []
     for step in range(steps):
+        infinite = ((x * torch.inf, target) for x, target in data)
         broken = step in overflows and replica == 1
-        losses.append(engine.train_batch(_infinite(data) if broken else data).item())
+        losses.append(engine.train_batch(infinite if broken else data).item())
         digests.append(digest(engine))
         skipped.append(engine.skipped_steps)
         scales.append(getattr(engine.optimizer, "loss_scale", 1.0))
@@ -143,13 +144,6 @@ def train_replicas(
             for key, value in each.memory.items()
         ],
     }
-
-
-def _infinite(
-    data: Iterator[tuple[torch.Tensor, torch.Tensor]],
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for x, target in data:
-        yield x * torch.inf, target
 
 
 def assert_alike(results: list[dict[str, Any]]) -> None:
