@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.support import engine_subclasses as engines
 from tests.support import pipeline, programs
+from tests.support.pipeline import MICRO_BATCH, MICRO_BATCHES, WIDTH, Block, Causal
 from tests.support.pipeline_kinds import of_lengths
 from tests.support.programs import Program, with_schedule
 from tests.support.ranks import run_ranks
@@ -37,14 +38,12 @@ def sample(engine):
     with torch.no_grad():
         for number in range(3):
             if engine.is_first_stage():
-                engine.pipe_buffers["inputs"][0] = torch.full(
-                    (pipeline.MICRO_BATCH, 8, pipeline.WIDTH), 0.1 * number
-                )
+                engine.pipe_buffers["inputs"][0] = torch.full((MICRO_BATCH, 8, WIDTH), 0.1 * number)
                 engine._exec_forward_pass(0)
                 engine._exec_send_activations(0)
             else:
                 engine._exec_recv_activations(0)
-                engine.pipe_buffers["labels"][0] = torch.zeros(pipeline.MICRO_BATCH, 8, pipeline.WIDTH)
+                engine.pipe_buffers["labels"][0] = torch.zeros(MICRO_BATCH, 8, WIDTH)
                 engine._exec_forward_pass(0)
                 found.append(engine.loss.item())
     engine.module.train()
@@ -60,9 +59,7 @@ def reset(engine, step):
 
 
 def other_batch_size(engine, step):
-    engine.set_train_batch_size(
-        pipeline.MICRO_BATCH * (pipeline.MICRO_BATCHES, 2 * pipeline.MICRO_BATCHES, 1)[step % 3]
-    )
+    engine.set_train_batch_size(MICRO_BATCH * (MICRO_BATCHES, 2 * MICRO_BATCHES, 1)[step % 3])
 
 
 def other_micro_batches(engine, step):
@@ -79,7 +76,7 @@ def compiled(engine):
 
 
 def two_lengths():
-    return of_lengths([8] * pipeline.MICRO_BATCHES + [5] * pipeline.MICRO_BATCHES)(None)
+    return of_lengths([8] * MICRO_BATCHES + [5] * MICRO_BATCHES)(None)
 
 
 def image_layers():
@@ -93,8 +90,8 @@ def image_layers():
 def images():
     generator = torch.Generator().manual_seed(3)
     while True:
-        images = torch.randn(pipeline.MICRO_BATCH, 3, 16, 16, generator=generator)
-        yield images, torch.randint(10, (pipeline.MICRO_BATCH,), generator=generator)
+        images = torch.randn(MICRO_BATCH, 3, 16, 16, generator=generator)
+        yield images, torch.randint(10, (MICRO_BATCH,), generator=generator)
 
 
 PROGRAMS = {
@@ -111,10 +108,10 @@ PROGRAMS = {
     "passes by hand": Program(after_batch=sample),
     "shapes reset before every batch": Program(before_batch=reset, stages=3),
     "masks and tables, shapes reset": Program(
-        before_batch=reset, stages=3, specs=lambda: pipeline.Causal.layers(6), data=two_lengths,
+        before_batch=reset, stages=3, specs=lambda: Causal.layers(6), data=two_lengths,
     ),
     "masks and tables, dynamic shapes": Program(
-        stages=2, specs=lambda: pipeline.Causal.layers(6), data=two_lengths,
+        stages=2, specs=lambda: Causal.layers(6), data=two_lengths,
         module={"dynamic_shape": True},
     ),
     "another batch size at every step": Program(before_batch=other_batch_size, steps=6),
@@ -167,10 +164,9 @@ def test_program(name):
 def train_numbered(axes, blocks):
     """Losses and weights by block, of the stage and replica that this rank has in such a topology."""
     found = []
+    topology = ProcessTopology(axes=axes, dims=[2, 2])
     for block in blocks:
-        engine = pipeline.build(
-            2, pipeline.ds_config(block, replicas=2), topology=ProcessTopology(axes=axes, dims=[2, 2])
-        )
+        engine = pipeline.build(2, pipeline.ds_config(block, replicas=2), topology=topology)
         replica = engine.grid.get_data_parallel_id()
         data = pipeline.batches(replica)
         found.append(([engine.train_batch(data).item() for _ in range(3)], pipeline.weights(engine)))
@@ -254,7 +250,7 @@ def test_a_message_leaves_once_though_a_program_sends_another_buffer(mode):
     assert run_ranks(2, sends_another_buffer, block) == stock
 
 
-class MaskedBlock(pipeline.Block):
+class MaskedBlock(Block):
     def forward(self, given):
         x, mask = given if isinstance(given, tuple) else (given, torch.arange(512).view(4, 128) % 3 == 0)
         return super().forward(x), mask

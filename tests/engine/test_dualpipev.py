@@ -9,6 +9,7 @@ from deepspeed.pipe import LayerSpec
 from ds_compress.config import Config
 from tests.runtime.test_guard import trained
 from tests.support import pipeline
+from tests.support.pipeline import WIDTH, Block, Causal
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
 from tests.support.replicas import tied_layers
@@ -27,9 +28,8 @@ QUANTIZE = {
 
 
 def config(block=None, **changes):
-    return pipeline.ds_config(
-        block, gradient_accumulation_steps=MICRO_BATCHES, train_batch_size=4 * MICRO_BATCHES, **changes
-    )
+    counts = {"gradient_accumulation_steps": MICRO_BATCHES, "train_batch_size": 4 * MICRO_BATCHES}
+    return pipeline.ds_config(block, **counts, **changes)
 
 
 def build(ranks, block, specs=None, **changes):
@@ -41,7 +41,7 @@ def sent_by_channel(engine):
     return {(each.boundary.number, each.direction): each.sent.wire_bytes for each in channels}
 
 
-def train(ranks, blocks, specs=None, shape=(8, pipeline.WIDTH)):
+def train(ranks, blocks, specs=None, shape=(8, WIDTH)):
     """By block: class of the engine, an evaluation and the loss of each step, weights, what was sent."""
     results = []
     for block in blocks:
@@ -67,7 +67,7 @@ def count_packets():
     return sizes
 
 
-def train_simulated(ranks, block, specs=None, shape=(8, pipeline.WIDTH)):
+def train_simulated(ranks, block, specs=None, shape=(8, WIDTH)):
     """Losses of the same model in one process; nothing crosses at the turn-around between its two halves."""
     cuts = [2 * cut for cut in range(1, 2 * ranks) if cut != ranks]
     model = pipeline.simulated(specs or pipeline.layers(4 * ranks), config(block), cuts)
@@ -108,14 +108,10 @@ CAST = pipeline.alike("bf16", min_numel=64)
 def test_masks_and_tables_are_sent_uncompressed_and_hidden_states_are_not():
     """Of a message of several float tensors nothing was compressed, while `simulate` compressed the hidden
     state."""
-    hidden, mask, table = (
-        4 * LENGTH * size for size in (pipeline.WIDTH, LENGTH, pipeline.WIDTH // pipeline.Causal.HEADS)
-    )
+    hidden, mask, table = (4 * LENGTH * size for size in (WIDTH, LENGTH, WIDTH // Causal.HEADS))
     message = 2 * hidden + 4 * (mask + 2 * table) + 32
-    losses = train_simulated(2, CAST, pipeline.Causal.layers(8), (LENGTH, pipeline.WIDTH))
-    for ((_, found, _, sent, _),) in run_ranks(
-        2, train, 2, [CAST], pipeline.Causal.layers(8), (LENGTH, pipeline.WIDTH)
-    ):
+    losses = train_simulated(2, CAST, Causal.layers(8), (LENGTH, WIDTH))
+    for ((_, found, _, sent, _),) in run_ranks(2, train, 2, [CAST], Causal.layers(8), (LENGTH, WIDTH)):
         assert found == losses
         for (_, direction), nbytes in sent.items():
             assert nbytes == (8 if direction == "forward" else 4) * MICRO_BATCHES * message
@@ -230,17 +226,13 @@ def test_the_guard_stops_all_ranks(block, limits, output):
 
 def train_tied(block, are_neighbours):
     """Losses, weights, and the line at the start; the tied layers are at the ends, or in stages 0 and 1."""
-    first, *_, last = specs = tied_layers(4 * pipeline.WIDTH)
+    width = 4 * WIDTH
+    first, *_, last = specs = tied_layers(width)
     if are_neighbours:
-        specs = [
-            first,
-            last,
-            LayerSpec(pipeline.Block, 4 * pipeline.WIDTH),
-            LayerSpec(pipeline.Block, 4 * pipeline.WIDTH),
-        ]
+        specs = [first, last, *(LayerSpec(Block, width) for _ in range(2))]
     with pipeline.printed_lines("ds_compress") as lines:
         engine = build(2, block, specs)
-        data = pipeline.batches(shape=(8, 4 * pipeline.WIDTH))
+        data = pipeline.batches(shape=(8, width))
         losses = [engine.train_batch(data).item() for _ in range(2)]
     return losses, pipeline.weights(engine), lines
 

@@ -28,27 +28,24 @@ STARTS = {
     "learned": {"forward": {"codec": {"name": "lowrank", "rank": 2}}, "backward": TOPK},
 }
 COURSES = {
-    "from nothing": {
-        1: {"0": {"forward": QUANTIZE}},
-        3: {"0": {"backward": TOPK}},
-        5: {"0": {"forward": NONE}},
-    },
+    "from nothing": {1: {"forward": QUANTIZE}, 3: {"backward": TOPK}, 5: {"forward": NONE}},
     "codecs": {
-        2: {"0": {"forward": bits(2), "backward": {"codec": {"name": "topk", "density": 0.5}}}},
-        3: {"0": {"forward": TOPK}},
-        4: {"0": {"backward": {"codec": {"name": "topk", "indices": "reuse"}}}},
-        5: {"0": {"forward": {"codec": {"name": "topk", "density": 0.1}}}},
+        2: {"forward": bits(2), "backward": {"codec": {"name": "topk", "density": 0.5}}},
+        3: {"forward": TOPK},
+        4: {"backward": {"codec": {"name": "topk", "indices": "reuse"}}},
+        5: {"forward": {"codec": {"name": "topk", "density": 0.1}}},
     },
     "feedback": {
-        2: {"0": {"forward": bits(3), "backward": bits(3)}},
-        4: {"0": {"forward": bits(3, feedback="none"), "backward": {**TOPK, **EF}}},
+        2: {"forward": bits(3), "backward": bits(3)},
+        4: {"forward": bits(3, feedback="none"), "backward": {**TOPK, **EF}},
     },
     "learned": {
-        2: {"0": {"forward": {"codec": {"name": "lowrank", "rank": 4}}}},
-        4: {"0": {"forward": {"codec": "lossless"}, "backward": bits(4, feedback="ef")}},
+        2: {"forward": {"codec": {"name": "lowrank", "rank": 4}}},
+        4: {"forward": {"codec": "lossless"}, "backward": bits(4, feedback="ef")},
     },
 }
-"""By steps done, what is adopted then."""
+COURSES = {name: {step: {"0": own} for step, own in course.items()} for name, course in COURSES.items()}
+"""By steps done, what is adopted then, at boundary 0."""
 
 
 def block(name, **changes):
@@ -56,44 +53,30 @@ def block(name, **changes):
 
 
 def trained(config, course, stages=2, folder=None, start=0, evaluates=False, **module):
-    """Losses from step `start`, which is loaded, on; bytes sent by step; what is remembered at the end."""
+    """What `train_on` returns, and what is remembered at the end."""
     engine = pipeline.build(stages, config, **module)
-    data = pipeline.batches(engine.grid.get_data_parallel_id())
-    if start:
-        engine.load_checkpoint(str(folder))
-        pipeline.skip_steps(engine, data, start)
-    losses, sent = [], []
-    for step in range(start, STEPS):
+
+    def adopt(step):
         if step in course:
             engine.ds_compress.reconfigure(course[step])
-        if evaluates:
-            losses.append(engine.eval_batch(pipeline.batches()).item())
-        before = pipeline.sent_bytes(engine)
-        losses.append(engine.train_batch(data).item())
-        sent.append(pipeline.sent_bytes(engine) - before)
-        if folder and not start:
-            engine.save_checkpoint(str(folder), tag=f"step{step + 1}", save_latest=step == 3)
-    return {
-        "losses": losses,
-        "sent": sent,
-        "memory": pipeline.channel_state(engine),
-        "weights": pipeline.weights(engine),
-    }
+
+    found = pipeline.train_on(engine, STEPS, folder, start, evaluates, adopt)
+    return {**found, "memory": pipeline.channel_state(engine), "weights": pipeline.weights(engine)}
 
 
 def trained_simulated(config, course):
-    specs = pipeline.layers()
-    model = pipeline.simulated(specs, config, pipeline.even_cuts(len(specs), 2))
+    model = pipeline.simulated(pipeline.layers(), config, [4])
     (boundary,) = (layer for layer in model if isinstance(layer, SimulatedBoundary))
-    data, losses, adopted = pipeline.batches(), [], {}
+    data, losses, evaluated, adopted = pipeline.batches(), [], [], {}
     for step in range(STEPS):
         for direction, settings in course.get(step, {}).get("0", {}).items():
             adopted[direction] = {**adopted.get(direction, {}), **settings}
         boundary.config.adopt(boundary.config.changed({"boundaries": {"0": adopted}}))
         boundary.upstream.adopt()
         boundary.downstream.adopt()
-        losses += [pipeline.evaluate(model, pipeline.batches()), pipeline.train_step(model, data)]
-    return losses
+        evaluated.append(pipeline.evaluate(model, pipeline.batches()))
+        losses.append(pipeline.train_step(model, data))
+    return losses, evaluated
 
 
 @pytest.mark.parametrize("name, link, module", [
@@ -106,12 +89,9 @@ def trained_simulated(config, course):
 def test_a_pipeline_changes_as_its_simulation_does(name, link, module):
     """With evaluation before every step, which meets the new settings first."""
     config, run = pipeline.ds_config(block(name, link=link)), functools.partial(trained, **module)
-    first, second = run_ranks(2, run, config, COURSES[name], 2, None, 0, True)
-    assert (
-        first["losses"]
-        == second["losses"]
-        == trained_simulated(pipeline.ds_config(block(name)), COURSES[name])
-    )
+    ranks = run_ranks(2, run, config, COURSES[name], 2, None, 0, True)
+    expected = trained_simulated(pipeline.ds_config(block(name)), COURSES[name])
+    assert [(rank["losses"], rank["evaluated"]) for rank in ranks] == [expected] * 2
 
 
 def test_every_boundary_and_replica():
@@ -153,7 +133,7 @@ def test_resuming_goes_on_with_what_was_adopted(name, tmp_path):
 def resumed_with_another_block(folder):
     log = pipeline.log_lines()
     engine = pipeline.build(2, pipeline.ds_config(block("codecs", forward=bits(7))))
-    engine.load_checkpoint(str(folder))
+    engine.load_checkpoint(str(folder), tag="step4")
     codec = str(engine.ds_compress.config.in_force.codecs(0).forward)
     return codec, [line for line in log if "start again" in line]
 

@@ -15,7 +15,7 @@ from ds_compress.planning.step_time import Workload
 from ds_compress.runtime import auto, stage_profile
 from ds_compress.transport.probe import LinkMeasurement
 from tests.support import programs
-from tests.support.pipeline import batches, build, ds_config, printed_lines, skip_steps
+from tests.support.pipeline import batches, build, ds_config, printed_lines, train_on
 from tests.support.ranks import run_ranks
 
 FAR = LinkMeasurement(incoming=1e5, latency=0.01)  # slower than every processor, however busy
@@ -51,17 +51,7 @@ def trained(config, found=FAR, stages=2, folder=None, start=0, evaluates=False, 
         engine = build(stages, config)
         change = (says or {}).get(engine.global_rank, lambda row: row)
         auto.evaluate_candidates = lambda *args: change(evaluate(*args))
-        data = batches(engine.grid.get_data_parallel_id(), shape=SHAPE)
-        if start:
-            engine.load_checkpoint(str(folder), tag=f"step{start}")
-            skip_steps(engine, data, start)
-        losses = []
-        for _ in range(start, STEPS):
-            if evaluates:
-                engine.eval_batch(batches(shape=SHAPE))
-            losses.append(engine.train_batch(data).item())
-            if folder and not start:
-                engine.save_checkpoint(str(folder), tag=f"step{engine.global_steps}", save_latest=False)
+        losses = train_on(engine, STEPS, folder, start, evaluates, shape=SHAPE)["losses"]
     config = engine.ds_compress.config
     return {
         "losses": losses,

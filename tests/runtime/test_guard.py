@@ -18,6 +18,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.message.channel import evaluated as sent_as
 from ds_compress.runtime.guard import Guard
 from tests.support import pipeline
+from tests.support.pipeline import WIDTH, Block
 from tests.support.ranks import run_ranks
 
 COARSE = {"codec": {"name": "topk", "density": 0.02}}
@@ -74,7 +75,7 @@ class Noisy(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.block = pipeline.Block()
+        self.block = Block()
         self.frozen = nn.BatchNorm1d(8).eval()
 
     def forward(self, x):
@@ -160,10 +161,8 @@ COLLAPSING = {
 @pytest.mark.extended(keep=2)
 def test_a_setting_that_collapses_is_stopped(name):
     """Two, TopK with a feedback, ran on with a warning: "stop" acted only at limits that the block set."""
-    ranks = run_ranks(
-        2, trained, 2, pipeline.ds_config(block(COLLAPSING[name], FINE, every=5, action="stop")), 5
-    )
-    (line,) = {rank["error"] for rank in ranks}
+    config = pipeline.ds_config(block(COLLAPSING[name], FINE, every=5, action="stop"))
+    (line,) = {rank["error"] for rank in run_ranks(2, trained, 2, config, 5)}
     assert "guard: after step 5 " in line
 
 
@@ -199,7 +198,7 @@ class Shift(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.bias = nn.Parameter(torch.ones(pipeline.WIDTH))
+        self.bias = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x):
         return x + self.bias
@@ -325,7 +324,7 @@ class Brittle(nn.Module):
 def test_a_loss_that_is_no_number_with_compression_stops():
     """No comparison with nan is true, so nothing followed but a warning."""
     config = pipeline.ds_config(block({"codec": {"name": "quantize", "bits": 4}}, every=1, action="stop"))
-    specs = [LayerSpec(layer) for layer in (pipeline.Block, pipeline.Block, Brittle, pipeline.Block)]
+    specs = [LayerSpec(layer) for layer in (Block, Block, Brittle, Block)]
     ranks = run_ranks(2, trained, 2, config, 2, specs)
     assert all(" is nan with compression " in rank["error"] for rank in ranks)
 

@@ -23,9 +23,8 @@ from tests.support.pipeline import (
     log_lines,
     printed_lines,
     same_weights,
-    sent_bytes,
     simulated,
-    skip_steps,
+    train_on,
     train_step,
     weights,
 )
@@ -45,26 +44,17 @@ def block(policy, forward=QUANTIZE, backward=QUANTIZE, **changes):
 
 
 def trained(config, stages=2, folder=None, saved=0, evaluates=False, disturb=None, steps=STEPS):
-    """Return losses, rungs and bytes by step, and the weights; save every step, or go on after `saved`."""
+    """What `train_on` returns, rungs by step, and the weights."""
     if disturb:
         disturb()
     with printed_lines("policy") as printed:
-        engine = build(stages, config)
-        data = batches(engine.grid.get_data_parallel_id())
-        if saved:
-            engine.load_checkpoint(str(folder), tag=f"step{saved}")
-            skip_steps(engine, data, saved)
-        losses, rungs, sent = [], [], []
-        for step in range(saved, steps):
-            if evaluates:
-                engine.eval_batch(batches())
+        engine, rungs = build(stages, config), []
+
+        def note(step):
             rungs.append(dict(engine.ds_compress.policy.rungs))
-            before = sent_bytes(engine)
-            losses.append(engine.train_batch(data).item())
-            sent.append(sent_bytes(engine) - before)
-            if folder and not saved:
-                engine.save_checkpoint(str(folder), tag=f"step{step + 1}")
-    return {"losses": losses, "rungs": rungs, "sent": sent, "weights": weights(engine), "printed": printed}
+
+        found = train_on(engine, steps, folder, saved, evaluates, note)
+    return {**found, "rungs": rungs, "weights": weights(engine), "printed": printed}
 
 
 def same(ours, theirs, start=0):

@@ -10,17 +10,12 @@ from deepspeed.runtime.pipe import p2p, schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
-from tests.support.pipeline import Block, loss_fn
-from tests.support.programs import OwnSchedule, Reference
+from tests.support.pipeline import Block
+from tests.support.programs import OwnSchedule, Reference, away_from
 
 
 class NamedTensors(PipelineEngine):
     """Stages pass on dictionaries: before each tensor its name is sent, in two messages of integers."""
-
-    def _send_name(self, name, stage):
-        codes = torch.tensor(list(name.encode()))
-        p2p.send(torch.tensor([len(codes)]), stage)
-        p2p.send(codes, stage)
 
     def _recv_name(self, stage):
         length = torch.empty(1, dtype=torch.int64)
@@ -44,8 +39,9 @@ class NamedTensors(PipelineEngine):
             self.first_output_send = False
             self._send_tensor_meta(outputs, self.next_stage)
         for name, tensor in outputs.items():
-            self._send_name(name, self.next_stage)
-            p2p.send(tensor, self.next_stage)
+            codes = torch.tensor(list(name.encode()))
+            for part in (torch.tensor([len(codes)]), codes, tensor):
+                p2p.send(part, self.next_stage)
 
     def _recv_inputs(self, buffer_id):
         if self.pipe_recv_buf is None:
@@ -336,9 +332,7 @@ class Preference(OwnSchedule):
         with torch.no_grad():
             found = 0.5 * self.module(self.pipe_buffers["inputs"][buffer_id].clone())
         if self.is_last_stage():
-            self.module.loss_fn = lambda output, target: (
-                loss_fn(output, target) + 0.1 * loss_fn(output, found)
-            )
+            self.module.loss_fn = away_from(found)
         else:
             self.pipe_buffers["outputs"][buffer_id] = found
 

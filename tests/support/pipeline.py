@@ -180,6 +180,37 @@ def train(stages: int, config: dict[str, Any], steps: int = 4, **options: Any) -
     return {"losses": losses, "weights": weights(engine), "class": type(engine).__name__}
 
 
+def train_on(
+    engine,
+    steps: int,
+    folder: Any = None,
+    start: int = 0,
+    evaluates: bool = False,
+    prepare: Callable[[int], None] = lambda step: None,
+    shape: tuple[int, ...] = (8, WIDTH),
+) -> dict[str, list[Any]]:
+    """Train from step `start`, loaded from `folder`, on; 0: from the start, saving every step there.
+
+    `prepare` is called with the number of each step. Returns losses, those of evaluations between `prepare`
+    and each step, and what this rank has sent in each step.
+    """
+    data = batches(engine.grid.get_data_parallel_id(), shape=shape)
+    if start:
+        engine.load_checkpoint(str(folder), tag=f"step{start}")
+        skip_steps(engine, data, start)
+    found = {"losses": [], "evaluated": [], "sent": []}
+    for step in range(start, steps):
+        prepare(step)
+        if evaluates:
+            found["evaluated"].append(engine.eval_batch(batches(shape=shape)).item())
+        before = sent_bytes(engine)
+        found["losses"].append(engine.train_batch(data).item())
+        found["sent"].append(sent_bytes(engine) - before)
+        if folder and not start:
+            engine.save_checkpoint(str(folder), tag=f"step{step + 1}", save_latest=False)
+    return found
+
+
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 

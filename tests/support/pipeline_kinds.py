@@ -31,7 +31,7 @@ from torch import nn
 
 from ds_compress.transport import parts
 from tests.support import pipeline
-from tests.support.pipeline import simulated
+from tests.support.pipeline import WIDTH, CopiedTurned, Masked, Mixed, ParallelBlock, Skip, Turned, simulated
 from tests.support.ranks import run_ranks
 
 LAYERS = 6
@@ -45,11 +45,11 @@ def of(layer: type) -> list[LayerSpec]:
 def turned(layer: type) -> list[LayerSpec]:
     """The last layer of the first of two stages is a `layer`; the second turns back."""
     half = pipeline.layers(LAYERS // 2 - 1)
-    return [*half, LayerSpec(layer), *half, LayerSpec(pipeline.CopiedTurned)]
+    return [*half, LayerSpec(layer), *half, LayerSpec(CopiedTurned)]
 
 
 def tied() -> list[LayerSpec]:
-    ends = [TiedLayerSpec("ends", nn.Linear, pipeline.WIDTH, pipeline.WIDTH) for _ in range(2)]
+    ends = [TiedLayerSpec("ends", nn.Linear, WIDTH, WIDTH) for _ in range(2)]
     return [ends[0], *pipeline.layers(LAYERS - 2), ends[1]]
 
 
@@ -64,7 +64,7 @@ def of_lengths(lengths: list[int]):
     """Micro-batches of those lengths, round and round."""
 
     def data(engine):
-        by_length = {length: pipeline.batches(shape=(length, pipeline.WIDTH)) for length in lengths}
+        by_length = {length: pipeline.batches(shape=(length, WIDTH)) for length in lengths}
         return (next(by_length[length]) for length in itertools.cycle(lengths))
 
     return data
@@ -123,12 +123,14 @@ def _checkpoints() -> bool:
 SEPARATE = 1e-5
 ZERO_1 = {"zero_optimization": {"stage": 1}}
 BF16 = {"bf16": {"enabled": True}}
-MIXED = {"specs": lambda: of(pipeline.Mixed), "simulated": SEPARATE}
-FLOATS = {"specs": lambda: of(pipeline.Skip), "simulated": SEPARATE, "stages": 3}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+MIXED = {"specs": lambda: of(Mixed), "simulated": SEPARATE}
+FLOATS = {"specs": lambda: of(Skip), "simulated": SEPARATE, "stages": 3}
 DYNAMIC = {"module": {"dynamic_shape": True}, "data": of_lengths([8, 3, 16, 5]), "stages": 3}
 PARALLEL = {
     "module": {"tensor_parallel": 2},
-    "specs": lambda: [LayerSpec(pipeline.ParallelBlock)] * LAYERS,
+    "specs": lambda: [LayerSpec(ParallelBlock)] * LAYERS,
     "ranks": 4,
 }
 
@@ -148,7 +150,7 @@ KINDS = {
     "mask": Kind(
         "`has_attention_mask`",
         stages=3,
-        specs=lambda: of(pipeline.Masked),
+        specs=lambda: of(Masked),
         prepare=lambda engine: engine.set_has_attention_mask(True),
     ),
     "dynamic": Kind("`dynamic_shape`", **DYNAMIC),
@@ -159,8 +161,8 @@ KINDS = {
     ),
     "strides": Kind(
         "outputs that are not contiguous (stock: a copy)",
-        specs=lambda: turned(pipeline.Turned),
-        stock_specs=lambda: turned(pipeline.CopiedTurned),
+        specs=lambda: turned(Turned),
+        stock_specs=lambda: turned(CopiedTurned),
     ),
     "reentrant": Kind("activation checkpointing", **recomputing()),
     "non-reentrant": Kind("activation checkpointing, non-reentrant", **recomputing(use_reentrant=False)),
@@ -170,16 +172,8 @@ KINDS = {
     "zero-1": Kind("PP 2 x DP 2, ZeRO-1", ranks=4, config={"replicas": 2, **ZERO_1}, simulated=None),
     "bf16": Kind("bf16, BF16_Optimizer", config=BF16, simulated=None),
     "bf16-zero-1": Kind("bf16, ZeRO-1", config={**BF16, **ZERO_1}, simulated=None),
-    "fp16": Kind(
-        "fp16, ZeRO-1, dynamic loss scale",
-        simulated=None,
-        config={"fp16": {"enabled": True, "initial_scale_power": 8}, **ZERO_1},
-    ),
-    "autocast": Kind(
-        "torch_autocast to bf16",
-        config={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-        simulated=None,
-    ),
+    "fp16": Kind("fp16, ZeRO-1, dynamic loss scale", config={**FP16, **ZERO_1}, simulated=None),
+    "autocast": Kind("torch_autocast to bf16", config=AUTOCAST, simulated=None),
     "tp-partitioned": Kind("TP 2 x PP 2, partitioned activations", simulated=None, **PARALLEL),
     "tp-full": Kind(
         "TP 2 x PP 2, full activations",

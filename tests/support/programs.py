@@ -39,6 +39,12 @@ BLOCKS = {
 LOSSLESS = ("blocking", "eager")
 
 
+def away_from(found):
+    """The loss of a policy, beside that of a frozen model."""
+    loss_fn = pipeline.loss_fn
+    return lambda output, target: loss_fn(output, target) + 0.1 * loss_fn(output, found)
+
+
 class Reference(schedule.BufferOpInstruction):
     """The pass of a frozen model, whose result crosses in a message of its own, as in preference training."""
 
@@ -139,9 +145,7 @@ class OwnSchedule(PipelineEngine):
         if self.is_first_stage():
             self.pipe_buffers["outputs"][buffer_id] = 0.5 * found
         else:
-            self.module.loss_fn = lambda output, target: (
-                pipeline.loss_fn(output, target) + 0.1 * pipeline.loss_fn(output, found)
-            )
+            self.module.loss_fn = away_from(found)
 
     _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, Reference: _exec_reference}
 
