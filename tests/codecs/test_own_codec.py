@@ -4,7 +4,6 @@ import importlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,12 +12,12 @@ from ds_compress import CompressionError, Context, TensorSpec, build, check_code
 from ds_compress.cli import main
 from ds_compress.feedback import FEEDBACKS
 from tests.support.codecs import own_codecs, roundtrip
+from tests.support.launch_scripts import ROOT
 from tests.support.pipeline import MICRO_BATCHES, batches, ds_config, train_simulated
 from tests.support.pipeline import build as build_engine
 from tests.support.ranks import run_ranks
 
 MODULE = "tests.codecs.half_scale"
-FILE = Path(__file__).with_name("half_scale.py")
 HALF_BLOCK = {
     "forward": {"codec": "half_scale"},
     "backward": {"codec": "half_scale", "feedback": "ef"},
@@ -35,12 +34,6 @@ def imported():
     sys.modules.pop(MODULE)
 
 
-def written(tmp_path, block):
-    path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps({"ds_compress": block}))
-    return str(path)
-
-
 def train_counting(config):
     engine, data = build_engine(2, config), batches()
     losses = [engine.train_batch(data).item() for _ in range(4)]
@@ -52,20 +45,21 @@ def test_contract():
     check_codec("half_scale")
 
 
-@pytest.fixture
-def acsgd():
-    """Registers the codec of the page."""
-    text = (FILE.parents[2] / "docs" / "write-a-codec.md").read_text()
-    example = text.split("```python\n")[1].split("```")[0]
+def run_example(word):
+    """Run the example of the page that has `word` in it, which registers a class."""
+    examples = (ROOT / "docs" / "write-a-codec.md").read_text().split("```python\n")[1:]
+    example = next(text.split("```")[0] for text in examples if word in text)
     exec(compile(example, "write-a-codec.md", "exec"), {"__name__": "contributing"})
 
 
-def test_the_example_of_the_page(acsgd):
+def test_the_example_of_the_page():
+    run_example("@register(")
     check_codec("acsgd")
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
-def test_the_example_matches_the_formula_of_its_paper(bits, acsgd):
+def test_the_example_matches_the_formula_of_its_paper(bits):
+    run_example("@register(")
     x = torch.randn(3, 7, 10, generator=torch.Generator().manual_seed(0)) * torch.logspace(-9, 9, 10)
     wide, half = x.double(), 2.0 ** (bits - 1)
     s = wide.abs().amax((0, 1))
@@ -77,9 +71,7 @@ def test_the_example_matches_the_formula_of_its_paper(bits, acsgd):
 def test_the_feedback_of_the_page(monkeypatch):
     """It adds half of what the last gradient lost."""
     monkeypatch.setattr(FEEDBACKS, "_classes", dict(FEEDBACKS._classes))
-    text = (FILE.parents[2] / "docs" / "write-a-codec.md").read_text()
-    example = next(block for block in text.split("```python\n") if "register_feedback(" in block)
-    exec(compile(example.split("```")[0], "write-a-codec.md", "exec"), {"__name__": "contributing"})
+    run_example("@register_feedback(")
     codec = FEEDBACKS.build("half_ef", "feedback").wrap(build({"name": "quantize", "bits": 2}))
     x, ctx = torch.randn(4, 64), Context(direction="backward", memory={})
     (first, second) = (codec.decode(codec.encode(x, ctx), TensorSpec.of(x), ctx) for _ in range(2))
@@ -101,9 +93,11 @@ def test_what_it_refuses_is_said_in_one_line(tmp_path, capsys, monkeypatch):
     """By the boundary, for whoever asks: the codec itself only declares it."""
     refusal = "half_scale refuses bfloat16 [4, 1024, 768]: no bf16 today"
     monkeypatch.setattr(type(build("half_scale")), "refuses", lambda self, spec: "no bf16 today")
+    file = tmp_path / "ds_config.json"
     arguments = ["--stages", "2", "--shape", "4,1024,768", "--dtype", "bf16"]
     for block in (HALF_BLOCK, {**HALF_BLOCK, "warmup_steps": 5}):
-        assert main(["check", written(tmp_path, block), *arguments]) == 2
+        file.write_text(json.dumps({"ds_compress": block}))
+        assert main(["check", str(file), *arguments]) == 2
         assert capsys.readouterr().err == f"boundary 0, forward: codec {refusal}\n"
     assert main(["bench", *arguments[2:], "--codec", "half_scale"]) == 2
     assert refusal in capsys.readouterr().err
@@ -124,5 +118,5 @@ def test_what_it_refuses_is_refused_wherever_it_serves(monkeypatch):
 def test_build_knows_the_codecs_of_the_package():
     """It knew none in a process that had imported nothing else."""
     code = "import ds_compress; print(ds_compress.build('bf16'))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=FILE.parents[2])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "bf16\n", done.stderr
