@@ -132,13 +132,10 @@ def test_a_codec_that_breaks_its_word_is_named_before_anything_is_sent(supports_
     if not supports_out:
         monkeypatch.setattr(type(codec), "encode_into", Codec.encode_into)
     for broken, output in (
-        (lambda x, ctx, out=None: whole(x, ctx)[:1], "1 payload tensors came, the layout has 2"),
-        (
-            lambda x, ctx, out=None: (whole(x, ctx)[0].float(), whole(x, ctx)[1]),
-            "payload of .* torch.float32 came",
-        ),
+        (lambda values, scale: (values,), "1 payload tensors came, the layout has 2"),
+        (lambda values, scale: (values.float(), scale), "payload of .* torch.float32 came"),
     ):
-        monkeypatch.setattr(codec, called, broken)
+        monkeypatch.setattr(codec, called, lambda x, ctx, out=None: broken(*whole(x, ctx)))
         with pytest.raises(CompressionError, match=output):
             sender.forward.encode([torch.randn(4, 64)], sender.forward.message_id(0, 0))
 
@@ -152,11 +149,6 @@ def test_a_message_header_and_context_share_their_fields():
     ctx = boundary.context(message_id, position=1)
     assert shared.items() <= vars(ctx).items() and (ctx.position, ctx.seed, ctx.loss_scale) == (1, 9, 256.0)
     assert boundary.context(boundary.forward.message_id(5, 3), 1).loss_scale == 1.0
-    layout = PacketLayout((), None)
-    packet = layout.allocate(torch.device("cpu"))
-    layout.write_header(packet, message_id)
-    header = Header(**shared, fingerprint=layout.fingerprint, nbytes=layout.nbytes)
-    assert Header.unpack(packet.bytes.tobytes()) == header
     assert all(issubclass(each, MessageId) for each in (Context, Header))
 
 

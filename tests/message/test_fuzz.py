@@ -17,16 +17,11 @@ MESSAGE_ID = MessageId(step=3, micro_batch=1)
 SHAPE = (4, 6, 32)
 
 
-def settings():
-    """(codec, options) of every example of every codec."""
-    for name in names():
-        for options in CODECS.find(name, "").examples:
-            yield name, options
-
-
 def messages():
-    """For every codec: the receiving side of a boundary, a forward packet, its tensors, what follows it."""
-    for name, options in settings():
+    """For every example of every codec: the receiving side of a boundary, a forward packet, its tensors, what
+    follows it."""
+    every = [(name, options) for name in names() for options in CODECS.find(name, "").examples]
+    for name, options in every:
         block = {"min_numel": 0, "forward": {"codec": {"name": name, **options}}}
         try:
             config = Config(block)
@@ -36,10 +31,6 @@ def messages():
         x, ids = torch.randn(SHAPE), torch.arange(7)
         packet, rest, _ = sender.forward.encode((x, ids), MESSAGE_ID)
         yield name, receiver, packet, (x, ids), rest
-
-
-def specs(*tensors):
-    return tuple(map(TensorSpec.of, tensors))
 
 
 def mutated(packet, rng):
@@ -86,7 +77,7 @@ def fuzz(count, seed):
             assert "\n" not in str(error), (name, error)
             refused += 1
         else:
-            assert [specs(output) for output in outputs] == [specs(x), specs(ids)], name
+            assert [*map(TensorSpec.of, outputs)] == [TensorSpec.of(x), TensorSpec.of(ids)], name
             decoded += 1
     return refused, decoded
 

@@ -67,24 +67,17 @@ def test_header_round_trip(boundary, direction, step, micro_batch, training):
     assert Header.unpack(packet.bytes.tobytes()) == expected
 
 
-@pytest.mark.parametrize(
-    "field, value",
-    [
-        ("boundary", 2),
-        ("direction", "backward"),
-        ("step", 8),
-        ("micro_batch", 4),
-        ("training", False),
-        ("fingerprint", None),
-    ],
-)
-def test_another_message_is_named(field, value):
+OTHERS = {"boundary": 2, "direction": "backward", "step": 8, "micro_batch": 4, "training": False}
+
+
+@pytest.mark.parametrize("field", [*OTHERS, "fingerprint"])
+def test_another_message_is_named(field):
     layout = PacketLayout((((4,), torch.float32),), None)
     packet = layout.allocate(torch.device("cpu"))
     if field == "fingerprint":
         PacketLayout(layout.parts, "other settings").write(packet, MESSAGE, payload(layout))
     else:
-        layout.write(packet, replace(MESSAGE, **{field: value}), payload(layout))
+        layout.write(packet, replace(MESSAGE, **{field: OTHERS[field]}), payload(layout))
     with pytest.raises(CompressionError, match=f"boundary 1, forward, step 7, micro-batch 3: its {field} is"):
         layout.check(packet, MESSAGE)
 
@@ -147,27 +140,23 @@ def test_a_packet_is_looked_at_through_the_same_views_and_goes_with_them():
         gc.enable()
 
 
-def of_python():
-    bytearray(1 << 60)
+def raising(error):
+    def action(*arguments, **options):
+        raise error
+
+    return action
 
 
-def of_the_cpu():
-    torch.empty(1 << 60, dtype=torch.uint8)
-
-
-def of_a_device():
-    raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
-
-
-def of_pinned_memory():
-    raise RuntimeError("CUDA error: out of memory")
-
-
-def of_zstd():
-    raise zstandard.ZstdError("decompression error: Allocation error : not enough memory")
-
-
-EXHAUSTED = [of_python, of_the_cpu, of_a_device, of_pinned_memory, of_zstd]
+of_a_device = raising(torch.OutOfMemoryError("Tried to allocate 2.00 GiB"))
+not_enough = zstandard.ZstdError("decompression error: Allocation error : not enough memory")
+EXHAUSTED = {
+    "Python": lambda: bytearray(1 << 60),
+    "the CPU": lambda: torch.empty(1 << 60, dtype=torch.uint8),
+    "a device": of_a_device,
+    "pinned memory": raising(RuntimeError("CUDA error: out of memory")),
+    "zstd": raising(not_enough),
+}
+EACH_EXHAUSTED = pytest.mark.parametrize("exhausted", EXHAUSTED.values(), ids=EXHAUSTED)
 
 
 def error_of(action):
@@ -176,7 +165,7 @@ def error_of(action):
     return type(caught.value), str(caught.value)
 
 
-@pytest.mark.parametrize("exhausted", EXHAUSTED)
+@EACH_EXHAUSTED
 def test_while_decoding(exhausted):
     """It was called a packet damaged on its way, and sent people to look at their network."""
     config = Config({"forward": {"codec": "bf16"}, "min_numel": 0})
@@ -193,23 +182,21 @@ def send_with(failure):
         failure()
 
 
-@pytest.mark.parametrize("exhausted", EXHAUSTED)
+@EACH_EXHAUSTED
 def test_while_sending(exhausted):
     """Staging allocates for each transfer: its failure was called `rank 1 is gone`."""
     assert error_of(lambda: send_with(exhausted)) == error_of(exhausted)
 
 
 def test_a_lost_neighbour_is_still_named():
-    def lost():
-        raise RuntimeError("[pair.cc:1] Connection closed. This means a remote process died")
-
+    lost = raising(RuntimeError("[pair.cc:1] Connection closed. This means a remote process died"))
     output = error_of(lambda: send_with(lost))
     assert output == (CompressionError, "boundary 0, forward: rank 1 is gone: Connection closed")
 
 
 def test_while_triton_is_tried(monkeypatch):
     """The device went on with plain torch, for good, or stopped at the handshake as unlike the others."""
-    broken = backends.Backend("triton", {"quantize": lambda *args, **options: of_a_device()})
+    broken = backends.Backend("triton", {"quantize": of_a_device})
     monkeypatch.setattr(backends, "load", lambda *args: broken)
     # there is no such device here
     monkeypatch.setattr(backends, "_values", lambda *args: torch.zeros(40, 128))
