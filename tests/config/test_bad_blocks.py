@@ -70,12 +70,7 @@ BAD = [
     ("replicas", {"codec": "quantize", "feedback": "ef21"}, ".feedback: 'ef21' is not allowed", ""),
     ("replicas", {"every": 30, "parameters": 4}, ".parameters: 4 is not allowed with every above 1", ""),
     ("replicas", {"outer": {}, "warmup_steps": 9}, ".warmup_steps: 9 is not allowed with every above 1", ""),
-    (
-        "replicas",
-        {"every": 30, "outer": {"delay": 31}},
-        ".outer.delay: 31 is not allowed with",
-        "from 0 to 30",
-    ),
+    ("replicas", {"every": 30, "outer": {"delay": 31}}, ".outer.delay: 31 is not allowed", "from 0 to 30"),
     ("replicas", {"parameters": 4}, ".parameters: 4 is not allowed with codec 'none'", ""),
     ("replicas.parameters", 5, ": 5 is not allowed; allowed: 'none', 4, 8", ""),
     *(
@@ -86,12 +81,7 @@ BAD = [
         )
         for more in ({"feedback": "ef"}, {"every": 30})
     ),
-    (
-        "replicas",
-        {"codec": "quantize", "policy": "accordion"},
-        ".policy: unknown",
-        "4 bits with 'ef' send less",
-    ),
+    ("replicas", {"policy": "accordion"}, ".policy: unknown", "4 bits with 'ef' send less"),
     # feedbacks
     ("forward.feedback", {"name": "ef", "scope": "sample"}, ".scope: 'sample' is not allowed", ""),
     ("backward", {"feedback": "aqsgd"}, ".feedback: 'aqsgd' is not for this direction", ""),
@@ -99,16 +89,16 @@ BAD = [
         (
             "forward",
             {"codec": "quantize", "feedback": aqsgd(first_visit=first)},
-            f".feedback.first_visit{start}",
+            f".feedback.first_visit: {line}",
             "",
         )
-        for first, start in (
-            ("lossless", ": 'lossless' cannot send first visits"),
-            ({"name": "lowrank", "rank": 2}, ": 'lowrank' cannot send first visits"),
-            ({"name": "entropy", "rank": 2}, ": 'entropy' cannot send first visits"),
-            (topk(indices="reuse"), ": 'topk' cannot send first visits"),
-            ("quantise", ": 'quantise' is not registered (did you mean 'quantize'"),
-            (4, ": 4 is neither a name nor an object"),
+        for first, line in (
+            ("lossless", "'lossless' cannot send first visits"),
+            ({"name": "lowrank", "rank": 2}, "'lowrank' cannot send first visits"),
+            ({"name": "entropy", "rank": 2}, "'entropy' cannot send first visits"),
+            (topk(indices="reuse"), "'topk' cannot send first visits"),
+            ("quantise", "'quantise' is not registered (did you mean 'quantize'"),
+            (4, "4 is neither a name nor an object"),
         )
     ),
 ]
@@ -117,31 +107,20 @@ refuses by itself: codecs/test_codecs.py."""
 
 AUTO = {"recipe": "auto"}
 LOSSY = {"forward": {"codec": "quantize"}}
+FORWARD = {"forward": {"codec": "topk"}}
+OTHER_DENSITY, OTHER_ROWS = topk(indices="reuse", density=0.2), topk(indices="reuse", rows="tensor")
+PER_BATCH = {"forward": {"feedback": aqsgd(scope="micro_batch")}}
+SPLIT = {"codec": topk(indices="reuse"), "feedback": "ef_mixed"}
 BAD_BLOCKS = [
     (None, ": None", "is not an object"),
+    ({**FORWARD, "backward": {"codec": OTHER_DENSITY}}, ".backward.codec: topk.density: 0.2", "0.1"),
     (
-        {"backward": {"codec": topk(indices="reuse", density=0.2)}, "forward": {"codec": "topk"}},
-        ".backward.codec: topk.density: 0.2",
-        "0.1",
-    ),
-    (
-        {"backward": {"codec": topk(indices="reuse", rows="tensor")}, "forward": {"codec": "topk"}},
+        {**FORWARD, "backward": {"codec": OTHER_ROWS}},
         ".backward.codec: topk.rows: 'tensor' backward with indices 'reuse'",
         "'sample' in forward 'topk'",
     ),
-    (
-        {"forward": {"codec": "topk"}, "backward": {"codec": topk(indices="reuse"), "feedback": "ef_mixed"}},
-        ".backward.feedback: 'ef_mixed' cannot split",
-        "",
-    ),
-    (
-        {
-            "forward": {"feedback": "aqsgd"},
-            "boundaries": {"1": {"forward": {"feedback": aqsgd(scope="micro_batch")}}},
-        },
-        "",
-        "want different sample ids",
-    ),
+    ({**FORWARD, "backward": SPLIT}, ".backward.feedback: 'ef_mixed' cannot split", ""),
+    ({"forward": {"feedback": "aqsgd"}, "boundaries": {"1": PER_BATCH}}, "", "want different sample ids"),
     ({"warmup_epochs": 1, "warmup_steps": 5}, ".warmup_epochs: 1 came", "use one"),
     ({"seed": 1, "eval": "x", "min_numel": "y"}, ".eval: 'x'", "(and 1 more)"),
     (

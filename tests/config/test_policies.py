@@ -21,9 +21,8 @@ def policy(name, **options):
 def test_the_policy_of_the_page(pytestconfig, monkeypatch):
     """The one that readers paste returned Ellipsis instead of a rung."""
     monkeypatch.setattr(POLICIES, "_classes", dict(POLICIES._classes))
-    text = (
-        (pytestconfig.rootpath / "docs" / "policies.md").read_text().partition("## Write your own policy")[2]
-    )
+    page = (pytestconfig.rootpath / "docs" / "policies.md").read_text()
+    text = page.partition("## Write your own policy")[2]
     exec(compile(text.split("```python\n")[1].split("```")[0], "policies.md", "exec"), {"__name__": "pasted"})
     block = json.loads("{" + text.split("```json\n")[1].split("```")[0] + "}")
     config = Config({"forward": {"codec": {"name": "quantize", "bits": 8}}, **block})
@@ -59,18 +58,8 @@ def test_accordion_reproduces_a_trace_computed_by_hand():
     lr = [0.1, 0.1, 0.1, 0.1, 0.05, 0.05, 0.04, 0.04, 0.04]
     intervals = [({0: a, 1: b}, each) for a, b, each in zip(first, second, lr)]
     places = [FORWARD, BACKWARD, (1, "forward")]
-    expected = [
-        [0, 0, 0],
-        [1, 1, 1],
-        [0, 0, 1],
-        [1, 1, 1],
-        [0, 0, 0],
-        [0, 0, 1],
-        [1, 1, 1],
-        [0, 0, 1],
-        [1, 1, 0],
-    ]
-    assert trace(policy("accordion"), places, intervals) == expected
+    expected = zip([0, 1, 0, 1, 0, 0, 1, 0, 1], [0, 1, 1, 1, 0, 1, 1, 1, 0])
+    assert trace(policy("accordion"), places, intervals) == [[a, a, b] for a, b in expected]
 
 
 def test_accordion_with_learning_rates_that_fall_all_the_time():
@@ -112,10 +101,8 @@ def test_what_cannot_be_is_refused(policy, line):
 
 
 def test_ladders_are_of_the_codec_that_a_boundary_has():
-    own = {
-        "1": {"forward": {"codec": {"name": "quantize", "bits": 5, "group_size": 64}}},
-        "2": {"forward": TOPK},
-    }
+    quantize = {"name": "quantize", "bits": 5, "group_size": 64}
+    own = {"1": {"forward": {"codec": quantize}}, "2": {"forward": TOPK}}
     reuse = {"codec": {"name": "topk", "indices": "reuse"}}
     config = Config({**BLOCK, "boundaries": own, "policy": {**END, "forward": LADDER}, "backward": reuse})
     found = [ladders(config.in_force, config.policy, number) for number in range(3)]

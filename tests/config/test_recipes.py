@@ -34,11 +34,9 @@ def test_a_name_stands_for_the_block_of_its_file(name):
 
 
 def test_a_codec_is_replaced_with_all_its_options():
-    block = {"recipe": "quant4_8", "forward": {"codec": {"name": "quantize", "bits": 8}}}
-    assert (
-        settings(block)["forward"]
-        == settings({"forward": {"codec": {"name": "quantize", "bits": 8}}})["forward"]
-    )
+    forward = {"codec": {"name": "quantize", "bits": 8}}
+    block = {"recipe": "quant4_8", "forward": forward}
+    assert settings(block)["forward"] == settings({"forward": forward})["forward"]
     assert settings(block)["backward"] == settings({"recipe": "quant4_8"})["backward"]
 
 
@@ -51,13 +49,8 @@ def test_a_codec_alone_leaves_the_feedback():
 
 
 def test_single_keys_and_boundaries_change_it():
-    block = {
-        "recipe": "quant4_8",
-        "seed": 5,
-        "link": {"depth": 2},
-        "boundaries": {"1": {"forward": {"codec": "none"}}},
-    }
-    config = Config(block)
+    own = {"1": {"forward": {"codec": "none"}}}
+    config = Config({"recipe": "quant4_8", "seed": 5, "link": {"depth": 2}, "boundaries": own})
     assert (config.block.seed, config.block.link.depth, config.block.link.mode) == (5, 2, "eager")
     assert config.in_force.codecs(1).forward.name == "none"
     assert config.in_force.codecs(0).settings == Config({"recipe": "quant4_8"}).in_force.codecs(0).settings
