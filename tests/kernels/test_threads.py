@@ -14,7 +14,7 @@ from ds_compress.kernels.backends import cpu
 from ds_compress.kernels.memory import scratch
 from ds_compress.kernels.native import function
 from ds_compress.kernels.quantize.grid import Grid
-from tests.support.codecs import assert_same_bits
+from tests.support.codecs import any_grid, assert_same_bits
 
 PART = 1 << 14
 NUMEL = 13 * PART // 4
@@ -57,32 +57,17 @@ def values(size, dtype=torch.float32, special=None, seed=0):
     return x
 
 
-SIZES = (8, 24, 128, 512)
-
-
 @pytest.mark.parametrize("special", [None, torch.inf, torch.nan])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("grid", [Grid(4), Grid(3), Grid(5)])
-def test_groups(alike, grid, size, dtype, special):
-    x = values(size, dtype, special)
-    alike(lambda: cpu.quantize(x, grid))
-    parts = cpu.quantize(x, grid)
-    alike(lambda: cpu.dequantize(parts, grid, dtype))
-
-
-def test_rotated_groups(alike):
-    x, grid = values(128), Grid(2, hadamard=True, key=5)
-    alike(lambda: cpu.quantize(x, grid))
-    parts = cpu.quantize(x, grid)
-    alike(lambda: cpu.dequantize(parts, grid))
-
-
-def test_numbers_drawn_for_values_do_not_depend_on_threads(alike):
-    x, grid = values(128), Grid(4)
-    alike(lambda: cpu.quantize(x, grid, 12345))
-    parts = cpu.quantize(x, grid, 12345)
-    alike(lambda: cpu.dequantize(parts, grid, dither=12345))
+@pytest.mark.parametrize("size", [8, 24, 128, 512])
+@pytest.mark.parametrize("bits, hadamard", [(4, False), (3, False), (5, False), (2, True)])
+@pytest.mark.parametrize("dither", [None, 12345])
+def test_groups(alike, bits, hadamard, size, dtype, special, dither):
+    """Numbers drawn for values included."""
+    x, grid = values(size, dtype, special), any_grid(bits, hadamard, size, seed=5)
+    alike(lambda: cpu.quantize(x, grid, dither))
+    parts = cpu.quantize(x, grid, dither)
+    alike(lambda: cpu.dequantize(parts, grid, dtype, dither=dither))
 
 
 @pytest.mark.parametrize("coded", [False, True])
@@ -174,10 +159,8 @@ for _ in range(5):
 print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 5)
 """
     environment = {**os.environ, "LOCAL_SIZE": str(ranks)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    return float(done.stdout)
+    command = [sys.executable, "-c", code]
+    return float(subprocess.check_output(command, env=environment, text=True))
 
 
 def test_freed_memory_is_kept_where_there_is_enough():

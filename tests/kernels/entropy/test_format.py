@@ -82,29 +82,44 @@ BEFORE += [-26880, 5760, -27904, 6016, 5120, -27136, 5376]
 
 
 encode, decode = map(remembered, (reference.encode_entropy, reference.decode_entropy))
-"""With the blocks of the test below."""
+"""With the blocks and samples of the test below."""
+
+
+def kinds(n):
+    """Short messages of many kinds."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(n, generator=generator)
+    few = torch.where(torch.arange(n) % 1111 < 9, x, 0)
+    wide = torch.empty(n).cauchy_(generator=generator)
+    return x, x.half(), wide, few, x.sign() * 0.3, x * 1e-40, 0 * x
 
 
 @EACH_TARGET
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.extended
-def test_cpp_equals_the_reference(target, dtype, monkeypatch):
-    """In blocks of all kinds; both refuse damaged words, or decode them alike."""
+@pytest.mark.parametrize("dither", [None, 99])
+@pytest.mark.extended(keep=1)
+def test_cpp_equals_the_reference(target, dither, dtype, monkeypatch):
+    """In blocks of all kinds; both refuse damaged words, or decode them alike. Also where a step comes from a
+    sample, where values are so few that it misleads."""
     monkeypatch.setattr("ds_compress.kernels.entropy.format._BLOCK", 2000)
+    monkeypatch.setattr("ds_compress.kernels.entropy.format.SAMPLED_NUMEL", 20_000)
     rng = np.random.default_rng(0)
+    messages = [uneven(n, seed, spread=3) for seed, n in enumerate((300, 5000, 20_007, 30_000))]
+    messages += [x for n in (1, 33, 2001) for x in kinds(n)]
     frame_of.cache_clear()
     with compiled_for(target):
-        for seed, (n, bits) in enumerate([(300, 6), (5000, 2), (20_007, 2.5), (30_000, 0.5)]):
-            x, frame = uneven(n, seed, spread=3).to(dtype), frame_of(n, bits)
-            code = cpu.encode_entropy(x, frame)
-            assert torch.equal(code, encode(x, frame))
-            for damage in range(8):
+        for number, x in enumerate(messages):
+            x = x if x.dtype == torch.float16 else x.to(dtype)
+            frame = frame_of(x.numel(), (6, 2, 2.5, 0.5, 0.3)[number % 5], dither is not None)
+            code = cpu.encode_entropy(x, frame, dither)
+            assert torch.equal(code, encode(x, frame, dither))
+            for damage in range(8 if number < 4 else 2):
                 words = code.clone()
                 if damage:
                     span = frame.tables + 40 if damage % 2 else frame.words
-                    place = rng.integers(frame.head if damage % 3 else 0, span)
+                    place = rng.integers(frame.head if damage % 3 else 0, min(span, len(words)))
                     words[place] ^= int(rng.integers(1, 1 << 14))
-                ours, theirs = (each(words, frame, dtype) for each in (cpu.decode_entropy, decode))
+                ours, theirs = (each(words, frame, dtype, dither) for each in (cpu.decode_entropy, decode))
                 assert_same_bits(ours, theirs)
                 assert damage or ours[1]
     frame_of.cache_clear()

@@ -23,6 +23,13 @@ def flat(*results):
     return [part for result in results for part in (result if isinstance(result, tuple) else (result,))]
 
 
+def alike(work):
+    """What `work` comes to in C++: the bits of what it comes to in the reference."""
+    ours, theirs = work(cpu), work(reference)
+    assert_same_bits(flat(*ours), flat(*theirs))
+    return ours
+
+
 @EACH_TARGET
 @settings(max_examples=200, deadline=None, database=None)
 @given(
@@ -48,26 +55,15 @@ def test_equal_to_torch(target, bits, size, dtype, hadamard, n, special, scale, 
         "bf16": lambda: (state.bfloat16(),),
         "int8": lambda: reference.encode_int8(state),
     }
+    kept = stores[store]
     with compiled_for(target):
-        results = [
-            backend.quantize_with_residual(x, stores[store](), scale, *shares, grid, size)
-            for backend in (cpu, reference)
-        ]
-        assert_same_bits(*(flat(*result) for result in results))
-        assert_kept(stores[store](), results[0][1], x)
+        _, new = alike(lambda backend: backend.quantize_with_residual(x, kept(), scale, *shares, grid, size))
+        assert_kept(kept(), new, x)
         if store != "int8":
-            changes = [
-                backend.quantize_change(x, *stores[store](), scale, grid, size)
-                for backend in (cpu, reference)
-            ]
-            assert_same_bits(*(flat(*change) for change in changes))
-            assert_kept(stores[store](), changes[0][1:], x)
-            back = [
-                backend.dequantize_change(changes[1][0], *stores[store](), scale, grid, dtype)
-                for backend in (cpu, reference)
-            ]
-            assert_same_bits(*back)
-            assert_same_bits(back[0][1:], changes[0][1:])
+            parts, new = alike(lambda backend: backend.quantize_change(x, *kept(), scale, grid, size))
+            assert_kept(kept(), (new,), x)
+            _, again = alike(lambda backend: backend.dequantize_change(parts, *kept(), scale, grid, dtype))
+            assert_same_bits([again], [new])
 
 
 def assert_kept(old, new, x):
@@ -86,10 +82,8 @@ def test_more_than_the_caches_hold(target, scale):
     """What is delivered goes past the caches beyond 8 MiB of fp32."""
     grid = Grid(4)
     n = (9 << 20) // (4 * 64) + 5
-    x, state = (
-        values(n, 64, torch.float32, 3),
-        values(n, 64, torch.float32, 4).clamp(-LARGEST_STATE, LARGEST_STATE),
-    )
+    x, state = (values(n, 64, torch.float32, seed) for seed in (3, 4))
+    state = state.clamp(-LARGEST_STATE, LARGEST_STATE)
     parts = reference.quantize_change(x, state, scale, grid, 64)[0]
     with compiled_for(target):
         ours = cpu.dequantize_change(parts, state.clone(), scale, grid, torch.float32)
@@ -123,12 +117,8 @@ def test_a_damaged_step_leaves_the_state_alone(step):
     grid, state = Grid(4), torch.ones(8, 128)
     parts = [part.clone() for part in reference.quantize(torch.randn(8, 128), grid)]
     parts[1][3] = step
-    results = [
-        backend.dequantize_change(parts, state.clone(), 0.5, grid, torch.float32)
-        for backend in (cpu, reference)
-    ]
-    assert_same_bits(*results)
-    assert torch.equal(results[0][1][3], state[3]) and results[0][1].isfinite().all()
+    _, new = alike(lambda backend: backend.dequantize_change(parts, state.clone(), 0.5, grid, torch.float32))
+    assert torch.equal(new[3], state[3]) and new.isfinite().all()
 
 
 @EACH_TARGET
@@ -154,7 +144,4 @@ def test_passes_equal_torch(target, n, dtype, factor, share, special, seed):
     }
     with compiled_for(target):
         for name, arguments in calls.items():
-            ours, theirs = (getattr(backend, name)(*arguments) for backend in (cpu, reference))
-            if isinstance(ours, torch.Tensor):
-                ours, theirs = (ours,), (theirs,)
-            assert_same_bits(ours, theirs)
+            alike(lambda backend: (getattr(backend, name)(*arguments),))

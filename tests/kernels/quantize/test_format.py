@@ -26,27 +26,6 @@ def drawn(codes, bits):
     return packed
 
 
-@pytest.mark.parametrize(
-    "bits, packed",
-    [
-        (1, [0b11010110]),
-        (2, [0b10_01_11_00, 0b11_00_01_10]),
-        (4, [0x50, 0x61, 0x72, 0x83]),
-        (3, [0b01_11_00_10, 0b00_11_10_01, 0b10110001]),
-        (8, [0, 1, 2, 3, 5, 6, 7, 8]),
-    ],
-)
-def test_golden(bits, packed):
-    codes = {
-        1: [0, 1, 1, 0, 1, 0, 1, 1],
-        2: [0, 2, 3, 1, 1, 0, 2, 3],
-        4: [0, 1, 2, 3, 5, 6, 7, 8],
-        3: [6, 1, 0, 2, 7, 7, 1, 4],
-        8: [0, 1, 2, 3, 5, 6, 7, 8],
-    }[bits]
-    assert pack(torch.tensor([codes], dtype=torch.uint8), bits).tolist() == [packed]
-
-
 @settings(deadline=None)
 @given(st.integers(1, 8), st.integers(0, 4), st.integers(1, 20), st.randoms(use_true_random=False))
 def test_packs_as_drawn_and_loses_nothing(bits, groups, eighths, random):

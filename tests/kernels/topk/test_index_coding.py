@@ -11,6 +11,7 @@ from ds_compress.kernels.backends import reference
 from ds_compress.kernels.topk import cpu as selection
 from ds_compress.kernels.topk import index_coding as coding
 from ds_compress.kernels.topk.selection import Selection
+from tests.support.kernels import EACH_TARGET, compiled_for
 
 
 @st.composite
@@ -23,14 +24,14 @@ def subsets(draw):
     return torch.tensor(np.sort(chosen), dtype=torch.int64), numel
 
 
+@EACH_TARGET
 @pytest.mark.parametrize("name", coding.CODERS)
 @settings(deadline=None, max_examples=60)
 @given(subsets())
-def test_decode_returns_what_encode_was_given_whatever_the_backend(name, subset):
+def test_decode_returns_what_encode_was_given_whatever_the_backend(target, name, subset):
     indices, numel = subset
     coder = coding.CODERS[name]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "LONG", 0)
+    with compiled_for(target):
         parts = coder.encode(Selection.at(indices, numel))
         decoded = coder.decode(parts, numel, indices.numel()).indices
     assert tuple((tuple(p.shape), p.dtype) for p in parts) == coder.layout(numel, indices.numel())
@@ -81,11 +82,10 @@ def test_extremes_of_long_tensors(name, numel, chosen):
         "all but one": torch.cat([torch.arange(65000), torch.arange(65001, numel)]),
         "scattered": torch.arange(3, numel, 4093),
     }[chosen]
-    parts = coding.CODERS[name].encode(Selection.at(indices, numel))
-    assert tuple((tuple(p.shape), p.dtype) for p in parts) == coding.CODERS[name].layout(
-        numel, indices.numel()
-    )
-    assert torch.equal(coding.CODERS[name].decode(parts, numel, indices.numel()).indices, indices)
+    coder, count = coding.CODERS[name], indices.numel()
+    parts = coder.encode(Selection.at(indices, numel))
+    assert tuple((tuple(p.shape), p.dtype) for p in parts) == coder.layout(numel, count)
+    assert torch.equal(coder.decode(parts, numel, count).indices, indices)
 
 
 def test_bits_beyond_the_entries_and_beyond_the_count_are_not_listed(monkeypatch):
