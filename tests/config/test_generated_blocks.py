@@ -42,24 +42,15 @@ def nested(model: type[BaseModel]):
                 yield from (((name, *keys), inner) for keys, inner in nested(choice))
 
 
-def good_block(place: tuple[str, ...], kind: str, name: str) -> dict[str, Any]:
-    """A block with the codec or feedback `name` at `place`, and what it needs to be allowed there."""
-    return put({}, (*place, kind), {"name": name})
-
-
 def models():
     """(JSON path of an object, its model, a good block that has it, the keys to it)."""
     found = [({}, keys, model) for keys, model in nested(Block)]
     found += [({}, ("boundaries", "1", *keys), model) for keys, model in nested(BoundaryOptions)]
-    for place in (
-        ("forward",),
-        ("backward",),
-        ("boundaries", "1", "forward"),
-        ("boundaries", "1", "backward"),
-    ):
+    directions = [("forward",), ("backward",)]
+    for place in (*directions, *(("boundaries", "1", *direction) for direction in directions)):
         for registry in (CODECS, FEEDBACKS):
             for name in registry.names():
-                block = good_block(place, registry.kind, name)
+                block = put({}, (*place, registry.kind), {"name": name})
                 for keys, model in nested(registry.find(name, "").Options):
                     found.append((block, (*place, registry.kind, *keys), model))
     return [(".".join([KEY, *keys]), model, block, keys) for block, keys, model in found]
@@ -136,15 +127,12 @@ def test_every_option_with_every_kind_of_value():
     assert refused >= 1000
 
 
-def misspelt(name: str):
-    yield from (name + "s", name[:-1], name.upper(), name + " ", name.replace("_", "-") + "-", "_" + name)
-
-
 def test_every_misspelt_key():
     count = 0
     for path, model, block, keys in models():
         for name in model.model_fields:
-            for wrong in misspelt(name):
+            spaced = name.replace("_", "-") + "-"
+            for wrong in (name + "s", name[:-1], name.upper(), name + " ", spaced, "_" + name):
                 line = refusal(put(block, (*keys, wrong), 1))
                 assert line.startswith(f"{path}.") and "unknown key" in line, (path, wrong, line)
                 count += 1

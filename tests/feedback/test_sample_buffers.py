@@ -24,20 +24,6 @@ def test_aqsgd_golden():
     assert pair.state().tolist() == [4, -2, -3, 1] and pair.in_step() and pair.dense == 1
 
 
-def test_aqsgd_keeps_samples_apart():
-    """However samples are mixed into micro-batches, each row is what a channel for that sample would give."""
-    torch.manual_seed(0)
-    codec = topk(0.25, "sample")
-    together = Pair(codec, AQ)
-    alone = [Pair(codec, AQ) for _ in range(6)]
-    for visit in ([0, 1, 2], [3, 1, 4], [5, 0, 3], [2, 1, 0], [5, 4, 3]):
-        x = torch.randn(3, 12)
-        arrived = together(x, sample_ids=ids(*visit))
-        for row, out, number in zip(x, arrived, visit):
-            assert torch.equal(out, alone[number](row[None], sample_ids=ids(number))[0])
-    assert together.dense == 6 and len(together.sender) == 6 and together.in_step()
-
-
 @pytest.mark.parametrize("device", ["none", "cpu"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_aqsgd_stores_are_alike(device, dtype):
@@ -46,10 +32,8 @@ def test_aqsgd_stores_are_alike(device, dtype):
     torch.manual_seed(0)
     for _ in range(4):
         for first in range(0, 8, 2):
-            x = torch.randn(2, 3, 5)
-            assert torch.equal(
-                pair(x, sample_ids=ids(first, first + 1)), plain(x, sample_ids=ids(first, first + 1))
-            )
+            x, two = torch.randn(2, 3, 5), ids(first, first + 1)
+            assert torch.equal(pair(x, sample_ids=two), plain(x, sample_ids=two))
     assert [*pair.sender.values()][0].dtype == (torch.float32 if dtype == "fp32" else torch.bfloat16)
     assert sum(row.nbytes for row in pair.sender.values()) == 8 * 15 * (4 if dtype == "fp32" else 2)
     assert pair.in_step()
@@ -86,9 +70,8 @@ def test_aqsgd_warm_up_evaluation_and_shapes(caplog):
     before = dict(pair.sender)
     assert torch.equal(pair(x, training=False), roundtrip(topk(0.25), x)) and pair.sender == before
     longer = torch.randn(2, 9)
-    assert (
-        torch.equal(pair(longer, sample_ids=ids(1, 2)), longer) and pair.dense == 2 and len(pair.sender) == 2
-    )
+    assert torch.equal(pair(longer, sample_ids=ids(1, 2)), longer)
+    assert pair.dense == 2 and len(pair.sender) == 2
     assert "samples come in another shape, now [9]" in caplog.text
     kept = Pair(topk(0.25), {**AQ, "on_new_shape": "keep"})
     for message in (x, longer, x, longer):
@@ -110,9 +93,7 @@ def test_aqsgd_refusals():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
 def test_hashes_follow_the_sample(dtype):
-    samples = (
-        torch.arange(64).view(16, 4).to(dtype) if dtype != torch.bool else torch.eye(16, dtype=torch.bool)
-    )
+    samples = torch.eye(16).bool() if dtype == torch.bool else torch.arange(64).view(16, 4).to(dtype)
     whole = SampleIds().of((samples, None))
     assert whole.dtype == torch.int64 and len(set(whole.tolist())) == 16
     order = torch.randperm(16)
@@ -160,6 +141,7 @@ FIRSTS = {
     "4 bits with dither": {**FOUR, "rounding": "dither"},
     "8 bits": {"name": "quantize", "bits": 8, "group_size": 32},
     "bf16": "bf16",
+    "dense": "none",
 }
 
 
@@ -207,7 +189,8 @@ class Weighed(Pair):
     width=st.sampled_from([1, 7, 128, 200]),
 )
 def test_messages_are_as_described(codec, first, visits, width):
-    """Both sides have the buffers of the reference; no message is larger than all first visits."""
+    """Both sides have the buffers of the reference, whose samples are kept apart however they are mixed into
+    micro-batches; no message is larger than all first visits."""
     torch.manual_seed(0)
     pair = Weighed(CODECS[codec], {"name": "aqsgd", "dtype": "fp32", "first_visit": FIRSTS[first]})
     reference = ReferenceBuffers(CODECS[codec], FIRSTS[first])
@@ -219,7 +202,7 @@ def test_messages_are_as_described(codec, first, visits, width):
         assert pair.taken == taken
         assert pair.second <= sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in largest)
         assert pair.in_step()
-    assert {f"{number:016x}" for number in reference.buffers} == {key[-16:] for key in pair.sender}
+    assert len(reference.buffers) == len(pair.sender)
     assert all(torch.equal(pair.state_of(number), row) for number, row in reference.buffers.items())
 
 
