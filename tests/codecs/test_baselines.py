@@ -20,9 +20,8 @@ def test_minmax_matches_the_formula(bits):
     wide, top = x.double(), 2**bits - 1
     lo, hi = wide.min(), wide.max()
     expected = lo + (hi - lo) * torch.round(top * (wide - lo) / (hi - lo)) / top
-    assert torch.allclose(
-        roundtrip({"name": "minmax", "bits": bits}, x).double(), expected, atol=1e-6, rtol=0
-    )
+    decoded = roundtrip({"name": "minmax", "bits": bits}, x).double()
+    assert torch.allclose(decoded, expected, atol=1e-6, rtol=0)
 
 
 def test_minmax_golden_ties_go_to_even():
@@ -82,9 +81,8 @@ def round_trip(x):
     codec = build("lossless")
     spec = TensorSpec.of(x)
     parts = codec.encode(x, Context())
-    assert tuple((tuple(part.shape), part.dtype) for part in parts) == codec.layout(
-        spec
-    ) + codec.extra_payload(parts[:1], spec)
+    layout = codec.layout(spec) + codec.extra_payload(parts[:1], spec)
+    assert tuple((tuple(part.shape), part.dtype) for part in parts) == layout
     assert parts[1].numel() <= codec.planned_extra_payload(spec)[0][0][0] == x.nbytes
     out = codec.decode(parts, spec, Context())
     assert TensorSpec.of(out) == spec

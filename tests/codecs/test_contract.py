@@ -95,12 +95,6 @@ class Moody(Honest):
         return parts[0].to(spec.dtype) * (1 + self.mood)
 
 
-class KeepsView(Honest):
-    def decode(self, parts, spec, ctx):
-        ctx.stash["sent"] = parts[0]
-        return parts[0].to(spec.dtype)
-
-
 class KeepsViewInside(Honest):
     def decode(self, parts, spec, ctx):
         ctx.stash["sent"] = [types.SimpleNamespace(half=parts[0].flatten()[:1])]
@@ -164,7 +158,6 @@ BROKEN = {
     Moody: "decodes the same parts to something else the second time, at float32 []",
     OneMore: "layout says (((), torch.bfloat16), ((), torch.float32)), at float32 []",
     DataDependent: "encode makes (((1,), torch.bfloat16),), layout says (((), torch.bfloat16),), at float",
-    KeepsView: "keeps a view of the packet, whose memory is used again, at float32 []",
     KeepsViewInside: "keeps a view of the packet, whose memory is used again, at float32 []",
     WritesMemory: "modifies an entry of ctx.memory instead of replacing it, at float32 [3, 5]",
     StridedMemory: "leaves an entry in ctx.memory that is not contiguous, at float32 []",

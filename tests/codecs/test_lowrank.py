@@ -64,13 +64,6 @@ def test_directions_and_positions_have_their_own_start():
     assert len(memory) == 4
 
 
-def test_first_message_does_not_depend_on_the_step():
-    codec = build({"name": "lowrank", "rank": 2})
-    x = with_spectrum(0.9, 32, 16)
-    first, later = codec.encode(x, Context()), codec.encode(x, Context(step=7, micro_batch=3))
-    assert all(torch.equal(a, b) for a, b in zip(first, later))
-
-
 @pytest.mark.parametrize(
     "shape, rank, expected",
     [
@@ -91,9 +84,9 @@ def test_never_more_numbers_than_the_message(shape, rank, expected):
     assert codec.gaussian_error_bound(spec) < 1
 
 
-@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan, 0.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_non_finite_is_visible_and_leaves_the_memory(dtype, bad):
+def test_what_is_not_finite_or_zero_is_visible_and_leaves_the_memory(dtype, bad):
     codec = build({"name": "lowrank", "rank": 4})
     sender, receiver = Context(), Context()
     x = low_rank_matrix(4, 64, 32).to(dtype)
@@ -101,22 +94,12 @@ def test_non_finite_is_visible_and_leaves_the_memory(dtype, bad):
     for _ in range(2):
         send(codec, x, sender, receiver)
     before = dict(sender.memory)
-    broken = x.clone()
+    broken = x.clone() if bad else torch.zeros_like(x)
     broken[3, 5] = bad
-    assert not send(codec, broken, sender, receiver).isfinite().all()
+    arrived = send(codec, broken, sender, receiver)
+    assert not arrived.isfinite().all() if bad else torch.equal(arrived, broken)
     assert all(torch.equal(sender.memory[key], before[key]) for key in before)
     assert relative_error(x, send(codec, x, sender, receiver)) < TOLERANCE["bf16"]
-
-
-def test_zero_is_exact_and_forgotten():
-    codec = build({"name": "lowrank", "rank": 4})
-    sender, receiver = Context(), Context()
-    x = low_rank_matrix(4, 64, 32)
-    send(codec, x, sender, receiver)
-    before = dict(sender.memory)
-    zero = torch.zeros_like(x)
-    assert torch.equal(send(codec, zero, sender, receiver), zero)
-    assert all(torch.equal(sender.memory[key], before[key]) for key in before)
 
 
 def test_memory_keeps_weak_directions():
@@ -135,9 +118,6 @@ def test_noise_belongs_to_the_boundary_alone():
     same = boundary_noise((4, 3), Context(boundary=1, seed=5))
     other_message = Context(boundary=1, seed=5, direction="backward", step=9, micro_batch=2, replica=3)
     assert torch.equal(boundary_noise((4, 3), other_message), same)
-    for other in (
-        Context(boundary=2, seed=5),
-        Context(boundary=1, seed=6),
-        Context(boundary=1, seed=5, position=1),
-    ):
+    for change in ({"boundary": 2}, {"seed": 6}, {"position": 1}):
+        other = Context(**{"boundary": 1, "seed": 5, **change})
         assert not torch.equal(boundary_noise((4, 3), other), same)

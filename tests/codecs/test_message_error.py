@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.cli.bench import SINK, benchmark_tensor
-from ds_compress.codecs.message_error import MessageError, compare, measure_error
+from ds_compress.codecs.message_error import MessageError, measure_error
 from tests.support.codecs import DTYPES
 
 
@@ -86,17 +86,6 @@ def test_what_is_not_finite_is_unknown(bad, side):
     pair = torch.ones(2, 3, 4)
     pair[side, 1, 2] = bad
     assert all(map(math.isnan, measure_error([pair[0]], [pair[1]])))
-
-
-def test_the_default_dtype_does_not_matter():
-    x = torch.rand(3, 4)
-    expected = compare([x], [0.9 * x])
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        found = compare([x], [x * torch.tensor(0.9, dtype=torch.float32)])
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert found.dtype == torch.float64 and torch.allclose(found, expected)
 
 
 def test_the_tensor_of_the_benchmark_looks_real():

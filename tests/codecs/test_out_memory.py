@@ -8,7 +8,7 @@ from ds_compress.codec import CODECS, Codec, TensorSpec, build, fill, names
 from ds_compress.errors import CompressionError
 from ds_compress.feedback import FEEDBACKS
 from ds_compress.kernels import native
-from ds_compress.kernels.backends import reference, using
+from ds_compress.kernels.backends import cpu, reference, using
 from tests.support.codecs import assert_same_bits
 
 CHOICES = [{"name": name, **options} for name in names() for options in CODECS.find(name, "").examples]
@@ -29,32 +29,25 @@ def both(codec, shape, dtype=torch.float32):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
         ctx, _ = contexts(codec, x)
         codec.encode(x / 2, ctx)
-        out = None
-        if given:
-            layout = codec.layout(TensorSpec.of(x))
-            out = tuple(
-                torch.empty(shape, dtype=dtype).view(-1).fill_(77).view(shape) for shape, dtype in layout
-            )
+        layout = codec.layout(TensorSpec.of(x))
+        out = tuple(torch.full(shape, 77, dtype=dtype) for shape, dtype in layout) if given else None
         parts = codec.encode_into(x, ctx, out)
-        if out is not None:
+        if given:
             fill(out, parts)
-        found.append(out or parts)
+        found.append(out if given else parts)
     return found
 
 
-@pytest.mark.parametrize("backend", [None, reference], ids=["own", "reference"])
+@pytest.mark.parametrize("backend", [cpu, reference], ids=["cpu", "reference"])
 @pytest.mark.parametrize("choice", CHOICES + MORE, ids=str)
 def test_codecs(choice, backend, monkeypatch):
     monkeypatch.setattr(native, "LONG", 0)
     codec = build(choice)
     if choice["name"] == "lossless":
         pytest.skip("its second packet has a size of its own")
-    for shape in SHAPES:
-        if backend is None:
+    with using(backend):
+        for shape in SHAPES:
             assert_same_bits(*both(codec, shape))
-        else:
-            with using(backend):
-                assert_same_bits(*both(codec, shape))
 
 
 @pytest.mark.parametrize("feedback", FEEDBACK, ids=str)

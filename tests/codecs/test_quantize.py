@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.codec import Context, TensorSpec, build
-from ds_compress.feedback import FEEDBACKS
 from ds_compress.kernels import native
 from ds_compress.kernels.quantize.hadamard import diagonal, key_of
-from tests.support.codecs import bits_per_value, error_of, roundtrip
+from tests.support.codecs import Pair, bits_per_value, error_of, roundtrip
 from tests.support.messages import residual_stream
 
 
@@ -28,10 +27,8 @@ def at_least(value):
 
 
 def sylvester(size):
-    return torch.tensor(
-        [[(-1.0) ** (i & j).bit_count() / math.sqrt(size) for j in range(size)] for i in range(size)],
-        dtype=torch.float64,
-    )
+    rows = [[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)]
+    return torch.tensor(rows, dtype=torch.float64) / math.sqrt(size)
 
 
 def reference(rows, bits, hadamard):
@@ -198,12 +195,7 @@ def test_a_mean_costs_nothing(mean):
 
 @pytest.mark.parametrize(
     "shape, options, bits",
-    [
-        ((3, 5, 128), {}, 0),
-        ((4, 256), {"rounding": "dither"}, 0),
-        ((9, 96), {}, 2),
-        ((1, 96), {}, 0),
-    ],
+    [((3, 5, 128), {}, 0), ((4, 256), {"rounding": "dither"}, 0), ((9, 96), {}, 2), ((1, 96), {}, 0)],
 )
 def test_only_groups_that_cross_rows_cost_a_bit_a_row(shape, options, bits):
     layout = build({"name": "quantize", **options}).layout(TensorSpec(shape, torch.float32))
@@ -215,12 +207,10 @@ def test_only_groups_that_cross_rows_cost_a_bit_a_row(shape, options, bits):
 def test_a_row_of_zeros_has_no_residual(rounding, feedback):
     """Fused with the kernel or not; the row arrives as zeros in every step."""
     choice = {"name": "quantize", "rounding": rounding}
-    codec = FEEDBACKS.build(feedback, "feedback").wrap(build(choice))
-    sender, receiver = {}, {}
+    pair = Pair(choice, feedback)
     for step in range(3):
         x = torch.randn(16, 96, generator=torch.Generator().manual_seed(step))
         x[3] = 0
-        parts = codec.encode(x, Context(step=step, memory=sender))
-        y = codec.decode(parts, TensorSpec.of(x), Context(step=step, memory=receiver))
+        y = pair(x, step=step)
         assert (y[3] == 0).all() and (y[:3].any(1) & y[4:7].any(1)).all()
-        assert all((kept[3] == 0).all() for kept in sender.values() if kept.shape == x.shape)
+        assert all((kept[3] == 0).all() for kept in pair.sender.values() if kept.shape == x.shape)

@@ -50,7 +50,7 @@ def backend(request, monkeypatch):
 @pytest.mark.extended(keep=15)
 def test_the_ends_of_the_range_arrive_finite(choice, dtype, backend):
     """They arrived as inf or nan where a difference, a sum or a cast left the range; with learned bases and
-    weights all later messages did."""
+    weights all later messages did. Dithered values may be decoded to half a step more than the largest."""
     trial = trial_of(choice)
     for spec in trial.specs([SHAPE], [dtype]):
         x, g = normal(spec), normal(spec, seed=1)
