@@ -97,14 +97,18 @@ def test_types_hold(tmp_path):
     (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = True\n[mypy-torch.*]\nfollow_imports = skip\n")
     command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--follow-imports", "silent"]
     command += files
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=tmp_path, env={"MYPYPATH": str(ROOT), "PATH": ""}
-    )
+    environment = {"MYPYPATH": str(ROOT), "PATH": ""}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     lines = [line for line in done.stdout.splitlines() if ": error: " in line]
     found = {name: [line for line in lines if line.startswith(f"{name}:")] for name in files}
     assert found["good.py"] == []
     for (code, message), name in zip(BAD.items(), list(files)[1:], strict=True):
         assert any(message in line for line in found[name]), (code, done.stdout, done.stderr)
+
+
+def run_code(code, environment=None):
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 ENGINES = "[deepspeed.runtime.engine.DeepSpeedEngine, deepspeed.runtime.pipe.engine.PipelineEngine]"
@@ -125,8 +129,7 @@ WRAPPED = "['DeepSpeedEngine', 'PipelineEngine']"
 )
 @pytest.mark.extended(keep=1)
 def test_order_of_imports_does_not_matter(imports):
-    code = f"import sys; {imports}; print('wrapped', {STATE})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_code(f"import sys; {imports}; print('wrapped', {STATE})")
     assert done.returncode == 0, done.stderr
     assert f"wrapped {WRAPPED}" in done.stdout
 
@@ -134,7 +137,7 @@ def test_order_of_imports_does_not_matter(imports):
 def test_without_autoload_nothing_is_hooked_until_the_import():
     code = f"import sys, torch, deepspeed; print({STATE}); import ds_compress; print({STATE})"
     environment = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    done = run_code(code, environment)
     assert done.stdout.splitlines()[-2:] == ["[None, None]", WRAPPED], done.stderr
 
 
@@ -164,12 +167,8 @@ def test_a_deepspeed_without_the_engine_is_missing_a_module_and_nothing_else(tmp
                     print(error)
     """
     path = os.pathsep.join([str(tmp_path), str(Path(autoload.__file__).parents[1])])
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-    )
+    environment = {"PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = run_code(textwrap.dedent(code), environment)
     missing = [f"No module named 'deepspeed.runtime.{name}'" for name in ("pipe.engine", "engine")]
     assert done.stdout.splitlines() == ["None", *[missing[0]] * 2, "None", *[missing[1]] * 2], done.stderr
 

@@ -139,13 +139,12 @@ def test_slurm_can_read_the_batch_script():
     subprocess.run(["bash", "-n", SLURM], check=True)
     lines = SLURM.read_text().splitlines()
     directives = [number for number, line in enumerate(lines) if line.startswith("#SBATCH")]
+    known = "--(job-name|nodes|ntasks-per-node|cpus-per-task|time|requeue|open-mode|output)(=.+)?"
     first = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
     assert directives and max(directives) < first, "sbatch reads none after the first command"
     for number in directives:
         (word,) = shlex.split(lines[number])[1:]
-        assert re.fullmatch(
-            "--(job-name|nodes|ntasks-per-node|cpus-per-task|time|requeue|open-mode|output)(=.+)?", word
-        )
+        assert re.fullmatch(known, word)
 
 
 @pytest.mark.slow

@@ -57,9 +57,8 @@ def sanitized(*arguments):
 def test_hostile_packets_and_awkward_sizes():
     done = sanitized()
     assert done.returncode == 0, done.stderr[-6000:]
-    count, refused, decoded = map(
-        int, re.fullmatch(r"(\d+) messages, (\d+) .*, (\d+) decoded\n", done.stdout).groups()
-    )
+    found = re.fullmatch(r"(\d+) messages, (\d+) refused, (\d+) decoded\n", done.stdout)
+    count, refused, decoded = map(int, found.groups())
     assert count > 1000 and refused > 300 and decoded > 100
 
 
@@ -81,11 +80,8 @@ CODECS = [
     ),
     *({"name": "quantize", "rounding": "stochastic", "group_size": size} for size in (8, 24, 4096)),
     *({"name": "minmax", "bits": bits} for bits in range(1, 9)),
-    *(
-        {"name": "fp8", "format": name, "group_size": size}
-        for name in ("e4m3", "e5m2")
-        for size in (24, "tensor")
-    ),
+    *({"name": "fp8", "format": name, "group_size": 24} for name in ("e4m3", "e5m2")),
+    {"name": "fp8"},
     *({"name": "topk", "indices": coder, "density": 0.3} for coder in ("bitmask", "int16", "int32", "rice")),
     *({"name": "entropy", "bits": bits} for bits in (0.1, 1, 2.5, 6)),
     {"name": "entropy", "rounding": "dither"},
@@ -111,10 +107,10 @@ def messages() -> int:
         residual = torch.zeros_like(x, dtype=torch.promote_types(dtype, torch.float32))
         if isinstance(codec, FusesFeedback):
             coded = torch.zeros_like(x, dtype=torch.int8), torch.zeros(-(-x.numel() // GROUP))
-            halves = residual.bfloat16()
-            for state in ((residual,), (halves,), coded):
+            plain = residual, residual.bfloat16()
+            for state in ((plain[0],), (plain[1],), coded):
                 codec.encode_with_residual(x, state, 0.5, 0.5, Context())
-            for held in (residual, halves):
+            for held in plain:
                 codec.encode_change(x, held, Context())
                 codec.decode_change(parts, held, TensorSpec.of(x), Context())
         try:
@@ -132,28 +128,15 @@ def damaged_codes() -> int:
     for bits, dtype, tail in kinds:
         x = (torch.randn(70_011) * torch.exp2(8 * tail * torch.randn(70_011))).to(dtype)
         frame = frame_of(70_011, bits)
-        count += damaged_code(
-            frame, cpu.encode_entropy(x, frame), lambda code: cpu.decode_entropy(code, frame, dtype)
-        )
+        code = cpu.encode_entropy(x, frame)
+        assert cpu.decode_entropy(code, frame, dtype)[1]
+        spans = frame.head, frame.tables + 4, frame.tables + 300, len(code)  # states; step; table; anything
+        for span in spans * 8:
+            damaged, words = code.clone(), torch.randint(-(2**15), 2**15, (3,))
+            damaged[torch.randint(max(0, span - 300), span, (3,))] = words.short()
+            cpu.decode_entropy(damaged, frame, dtype)
+            count += 1
     return count
-
-
-def damaged_code(frame, code, decode) -> int:
-    """`code`, as it is and with words replaced, decoded; how many."""
-    assert decode(code)[1]
-    for span in (
-        frame.head,
-        frame.tables + 4,
-        frame.tables + 300,
-        len(code),
-    ):  # states; step; table; anything
-        for _ in range(8):
-            damaged = code.clone()
-            damaged[torch.randint(max(0, span - 300), span, (3,))] = torch.randint(
-                -(2**15), 2**15, (3,)
-            ).short()
-            decode(damaged)
-    return 32
 
 
 def overflow() -> None:
@@ -171,7 +154,4 @@ if __name__ == "__main__":
     if "overflow" in sys.argv:
         overflow()
     refused, decoded = fuzz(1000, seed=0)
-    print(
-        f"{messages() + damaged_codes()} messages, {refused} mutated packets refused, {decoded} decoded",
-        flush=True,
-    )
+    print(f"{messages() + damaged_codes()} messages, {refused} refused, {decoded} decoded", flush=True)
