@@ -27,9 +27,8 @@ EACH_FILE = pytest.mark.parametrize("name", ["quantize", "entropy"])
 def run_kernels(name, **environment):
     file = str(HERE / name / "test_triton.py")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=HERE.parents[1], env={**os.environ, **environment}
-    )
+    environment = {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parents[1], env=environment)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
 

@@ -29,9 +29,8 @@ need_device()
 @patch("ds_compress.kernels.entropy.format.SAMPLED_NUMEL", 300)
 def test_equals_the_reference(n, bits, dtype, spread, seed, special, dither):
     generator = torch.Generator().manual_seed(seed)
-    x = (torch.randn(n, generator=generator) * torch.exp2(spread * torch.randn(n, generator=generator))).to(
-        dtype
-    )
+    x, power = (torch.randn(n, generator=generator) for _ in range(2))
+    x = (x * torch.exp2(spread * power)).to(dtype)
     if special is not None:
         x[seed % n] = special
     frame = CodeLayout(n, frame_of(n, bits).words, dither is not None)
