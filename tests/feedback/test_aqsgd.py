@@ -65,16 +65,12 @@ def run(stages, config, samples, epochs, evaluate=False):
             losses.append(engine.train_batch(data).item())
             if evaluate:
                 engine.eval_batch(others)
-        forward_bytes.append(
-            sum(c.sent.wire_bytes for c in engine.ds_compress.stage.sending if c.direction == "forward")
-        )
-    memory = [
-        value.nbytes
-        for boundary in engine.ds_compress.stage.boundaries
-        for values in boundary.memory.values()
-        for value in values.values()
-    ]
-    return {"losses": losses, "bytes": forward_bytes, "digests": digests(engine), "memory": sum(memory)}
+        forward = (c.sent for c in engine.ds_compress.stage.sending if c.direction == "forward")
+        forward_bytes.append(sum(sent.wire_bytes for sent in forward))
+    boundaries = engine.ds_compress.stage.boundaries
+    memories = [memory for boundary in boundaries for memory in boundary.memory.values()]
+    nbytes = sum(value.nbytes for memory in memories for value in memory.values())
+    return {"losses": losses, "bytes": forward_bytes, "digests": digests(engine), "memory": nbytes}
 
 
 def run_simulated(stages, config, samples, epochs):
@@ -166,9 +162,7 @@ def test_learns_better_than_plain_quantization():
     """Two epochs at two bits, on from a model that both trained uncompressed, where samples change slowly."""
     samples, warmup = 512, 4
     steps = samples // (MICRO_BATCH * MICRO_BATCHES)
-    buffered, plain = (
-        run_ranks(4, run, 4, config(feedback, warmup_steps=warmup * steps), samples, warmup + 2)[0]["losses"]
-        for feedback in ("aqsgd", "none")
-    )
+    configs = (config(feedback, warmup_steps=warmup * steps) for feedback in ("aqsgd", "none"))
+    buffered, plain = (run_ranks(4, run, 4, each, samples, warmup + 2)[0]["losses"] for each in configs)
     assert buffered[: warmup * steps] == plain[: warmup * steps]
     assert sum(buffered[-2 * steps :]) < 0.9 * sum(plain[-2 * steps :])
