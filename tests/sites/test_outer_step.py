@@ -19,9 +19,9 @@ VALUES = {"name": "quantize", "bits": 3, "group_size": 64}
 TOPK = {"name": "topk", "density": 0.016, "indices": "rice", "values": VALUES}
 
 
-def delta_codec(codec, feedback="ef"):
+def delta_codec(codec, feedback="ef", parts=PARTS, exact=EXACT):
     options = ReplicasOptions(codec=codec, feedback=feedback, every=30)
-    return DeltaCodec(build_replica_codec(options, "replicas"), PARTS, EXACT, 1)
+    return DeltaCodec(build_replica_codec(options, "replicas"), parts, exact, 1)
 
 
 def random_delta(seed=0):
@@ -60,8 +60,7 @@ def test_packets_and_residual_are_all_that_was_learned(codec):
 
 def test_topk_is_146_times_smaller_than_fp32():
     """SparseLoCo's figure (arXiv 2508.15706), for the parts that are compressed."""
-    options = ReplicasOptions(codec=TOPK, feedback="ef", every=30)
-    few = DeltaCodec(build_replica_codec(options, "replicas"), [DeltaPart(0, 2**20)], 0, 1)
+    few = delta_codec(TOPK, parts=[DeltaPart(0, 2**20)], exact=0)
     assert 4 * few.numel / few.nbytes > 146
 
 
@@ -117,16 +116,10 @@ for _ in range(5):
     anchor = anchor.step(torch.rand(5000, generator=draws), OuterOptions(lr={lr}, momentum={momentum}))
 print(hashlib.sha256(torch.cat(anchor).numpy().tobytes()).hexdigest())
 """
-    found = {
-        subprocess.run(
-            [sys.executable, "-c", script],
-            env={**os.environ, "ATEN_CPU_CAPABILITY": instructions},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for instructions in ("default", "avx2")
-    }
+    found = set()
+    for instructions in ("default", "avx2"):
+        environment = {**os.environ, "ATEN_CPU_CAPABILITY": instructions}
+        found.add(subprocess.check_output([sys.executable, "-c", script], env=environment))
     assert len(found) == 1
 
 

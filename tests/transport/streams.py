@@ -133,9 +133,8 @@ class Device(TorchDispatchMode):
         for uses, what in stream.freed:
             for timeline, done in uses.items():
                 if stream.known.get(timeline, 0) < done:
-                    self.problems.append(
-                        f"{stream.name}: {func} may get memory that {timeline.name} uses, {what}"
-                    )
+                    said = f"may get memory that {timeline.name} uses, {what}"
+                    self.problems.append(f"{stream.name}: {func} {said}")
         stream.freed.clear()
         storage = tensor.untyped_storage()
         memory = self._memory[storage] = Memory(self.stream)
@@ -152,20 +151,15 @@ class Device(TorchDispatchMode):
             timeline.done += 1
             for tensors, is_write in ((reads, False), (writes, True)):
                 for tensor in tensors:
-                    self._access(
-                        timeline,
-                        name,
-                        self._memory.setdefault(tensor.untyped_storage(), Memory(timeline)),
-                        is_write,
-                    )
+                    memory = self._memory.setdefault(tensor.untyped_storage(), Memory(timeline))
+                    self._access(timeline, name, memory, is_write)
 
     def _access(self, timeline, name, memory, is_write):
         earlier = [memory.written, *memory.read] if is_write else [memory.written]
         for access in earlier:
             if access and access[0] is not timeline and timeline.known.get(access[0], 0) < access[1]:
-                self.problems.append(
-                    f"{timeline.name}: {name} does not wait for {access[2]} of {access[0].name}"
-                )
+                said = f"does not wait for {access[2]} of {access[0].name}"
+                self.problems.append(f"{timeline.name}: {name} {said}")
         if is_write:
             memory.written, memory.read = (timeline, timeline.done, name), []
         else:

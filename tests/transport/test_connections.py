@@ -16,6 +16,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.transport import connections
 from ds_compress.transport.connections import AT_ONCE, Connection, connect
 from ds_compress.transport.p2p import is_connection_lost
+from tests.calls import wrapped
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
 
@@ -70,13 +71,8 @@ def left_alone(seconds):
     """What rank 0 is told when rank 1 never comes, whether a transfer has failed, and how many it tried."""
     if dist.get_rank() == 1:
         return None
-    tried, made = [], Connection.__init__
-
-    def noted(connection, *args):
-        tried.append(connection)
-        made(connection, *args)
-
-    Connection.__init__ = noted
+    tried = []
+    Connection.__init__ = wrapped(Connection.__init__, before=lambda *args: tried.append(args))
     with pytest.raises(CompressionError) as refused:
         connect([((0, 1), 12)], seconds)
     return str(refused.value), is_connection_lost(refused.value), len(tried)

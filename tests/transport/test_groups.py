@@ -1,14 +1,12 @@
 """Process groups of the channels are few; packets through host memory keep bytes and order."""
 
 import multiprocessing
-import os
-import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
-from deepspeed.runtime.pipe import p2p
+from deepspeed.runtime.pipe import p2p as deepspeed_p2p
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -19,18 +17,10 @@ from ds_compress.engine.intercept import PointToPoint
 from ds_compress.engine.stage import Stage
 from ds_compress.engine.wiring import wire
 from ds_compress.message.channel import Boundary
-from ds_compress.transport import staging
-from ds_compress.transport.p2p import (
-    EagerReceiver,
-    EagerSender,
-    PeerTimeout,
-    Receiver,
-    Sender,
-    channel_groups,
-)
+from ds_compress.transport import p2p, staging
+from tests.calls import wrapped
 from tests.support.pipeline import build, ds_config
 from tests.support.ranks import run_ranks
-from tests.support.refusals import refusal
 from tests.transport.streams import install
 
 LOSSLESS = {direction: {"codec": "lossless"} for direction in ("forward", "backward")}  # a rest both ways
@@ -52,21 +42,11 @@ class Engine:
 
 def wired(stages, replicas, stage_id, block):
     """Calls that take all ranks, and (group, boundary, direction, use) of each end of the stage."""
-    engine, calls = Engine(stages, replicas, stage_id), Counter()
+    engine, calls = Engine(stages, replicas, stage_id), []
     wiring.receives_hold_device = lambda device: True
     dist.init_process_group("fake", store=FakeStore(), rank=engine.global_rank, world_size=stages * replicas)
-
-    def counted(name):
-        function = getattr(dist, name)
-
-        def call(*args, **kwargs):
-            calls[name] += 1
-            return function(*args, **kwargs)
-
-        return call
-
     for name in ("new_group", "split_group", "barrier", "all_reduce", "all_gather", "broadcast"):
-        setattr(dist, name, counted(name))
+        setattr(dist, name, wrapped(getattr(dist, name), before=lambda *args, **options: calls.append(args)))
     config = Config(block)
     before = Boundary(stage_id - 1, config, 5) if stage_id else None
     after = Boundary(stage_id, config, 5) if stage_id < stages - 1 else None
@@ -80,7 +60,7 @@ def wired(stages, replicas, stage_id, block):
         for group in link.groups
         if group is not None
     ]
-    return sum(calls.values()), ends
+    return len(calls), ends
 
 
 def on_stage(*args):
@@ -114,7 +94,7 @@ SIZES = [64] * 9 + [*range(64, 64 * 9, 64)]
 def packets(ends, staged):
     """What rank 1 gets of packets that rank 0 fills anew as soon as it may."""
     problems = install(staged=True).problems if staged else []
-    group, (sending, receiving) = channel_groups(1)[0, "forward"], ends
+    group, (sending, receiving) = p2p.channel_groups(1)[0, "forward"], ends
     if dist.get_rank() == 1:
         receiver = receiving(0, CPU, group)
         receiver.expect(64, 9)
@@ -128,9 +108,10 @@ def packets(ends, staged):
     return len((sender._transport if staged else sender)._free), problems
 
 
-@pytest.mark.parametrize(
-    "ends", [(Sender, Receiver), (EagerSender, EagerReceiver)], ids=["blocking", "eager"]
-)
+ENDS = {"blocking": (p2p.Sender, p2p.Receiver), "eager": (p2p.EagerSender, p2p.EagerReceiver)}
+
+
+@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
 def test_packets_of_many_sizes_arrive_in_order_and_leave_no_memory_behind(staged, ends):
     (buffers, sent), (seen, received) = run_ranks(2, packets, ends, staged)
@@ -139,37 +120,10 @@ def test_packets_of_many_sizes_arrive_in_order_and_leave_no_memory_behind(staged
     assert buffers <= 4
 
 
-def failing(how, message):
-    """Rank 0 writes what it is told when rank 1 dies, or does not answer."""
-    install(staged=True)
-    group = channel_groups(1)[0, "forward"]
-    dist.barrier()
-    if dist.get_rank() == 1:
-        while how == "sleeps" and not message.exists():
-            time.sleep(0.01)
-        os._exit(0)
-    timeout = PeerTimeout("boundary 0, backward", 2 if how == "sleeps" else 600)
-    message.write_text(refusal(EagerReceiver(1, CPU, group, timeout).receive, 64))
-    os._exit(0)
-
-
-@pytest.mark.parametrize("how, message", [("dies", "is gone"), ("sleeps", "did not answer within 2 s")])
-def test_failures_are_named(how, message, tmp_path):
-    run_ranks(2, failing, how, tmp_path / "message", check=False)
-    assert f"boundary 0, backward: rank 1 {message}" in (tmp_path / "message").read_text()
-
-
-@pytest.mark.parametrize(
-    "backends, device, needed",
-    [
-        ("cpu:gloo,cuda:gloo", "cuda", True),
-        ("cpu:gloo,cuda:nccl", "cuda", False),
-        ("cpu:gloo,cuda:gloo", "cpu", False),
-    ],
-)
-def test_gloo_cannot_send_what_is_on_a_gpu(backends, device, needed, monkeypatch):
-    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
-    assert staging.is_needed(torch.device(device)) is needed
+@pytest.mark.parametrize("backend, device", [("gloo", "cuda"), ("nccl", "cuda"), ("gloo", "cpu")])
+def test_gloo_cannot_send_what_is_on_a_gpu(backend, device, monkeypatch):
+    monkeypatch.setattr(dist, "get_backend_config", lambda: f"cpu:gloo,cuda:{backend}")
+    assert staging.is_needed(torch.device(device)) is ((backend, device) == ("gloo", "cuda"))
 
 
 def time_outs_of_new_groups(block):
@@ -190,23 +144,19 @@ def time_outs_of_new_groups(block):
 @pytest.mark.parametrize("mode", ["eager", "blocking"])
 def test_every_group_has_the_time_out_of_the_link(mode):
     """That of the gradients had DeepSpeed's 10 minutes, whatever `link.timeout_s` was."""
-    block = {
-        "link": {"mode": mode, "timeout_s": 77},
-        "forward": {"codec": "lossless"},
-        "replicas": {"codec": "bf16"},
-    }
+    block = {**LOSSLESS, "link": {"mode": mode, "timeout_s": 77}, "replicas": {"codec": "bf16"}}
     for rank in run_ranks(4, time_outs_of_new_groups, block):
         assert rank.keys() == {77.0}, rank
 
 
 @pytest.mark.parametrize("needed", [False, True])
 def test_deepspeeds_own_messages_are_broadcast_where_they_must(needed, monkeypatch):
-    before = p2p.can_send_recv
-    monkeypatch.setattr(p2p, "can_send_recv", before)
+    before = deepspeed_p2p.can_send_recv
+    monkeypatch.setattr(deepspeed_p2p, "can_send_recv", before)
     monkeypatch.setattr(staging, "is_needed", lambda device: needed)
     attach.prepare()
-    assert p2p.can_send_recv() is not needed
-    assert needed or p2p.can_send_recv is before
+    assert deepspeed_p2p.can_send_recv() is not needed
+    assert needed or deepspeed_p2p.can_send_recv is before
 
 
 def test_the_backends_of_a_group_are_named_as_expected():

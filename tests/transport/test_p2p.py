@@ -13,6 +13,7 @@ from ds_compress.engine.stage import Instruction
 from ds_compress.errors import CompressionError
 from ds_compress.transport import p2p
 from ds_compress.transport.p2p import EagerReceiver, EagerSender, Receiver, Sender, channel_groups
+from tests.calls import wrapped
 from tests.support.pipeline import Block, batches, build, ds_config, same_weights, weights
 from tests.support.ranks import run_ranks
 
@@ -29,19 +30,12 @@ def delay_link(mean: float) -> None:
     """Let every send and receive of this process wait before and after, a random time of `mean` seconds."""
     times = random.Random(dist.get_rank())
 
-    def delayed(function):
-        def run(*args):
-            time.sleep(times.expovariate(1 / mean))
-            result = function(*args)
-            time.sleep(times.expovariate(1 / mean))
-            return result
+    def pause(*args):
+        time.sleep(times.expovariate(1 / mean))
 
-        return run
-
-    for cls in (Sender, EagerSender):
-        cls.send = delayed(cls.send)
-    for cls in (Receiver, EagerReceiver):
-        cls.receive = delayed(cls.receive)
+    for sender, receiver in ((Sender, Receiver), (EagerSender, EagerReceiver)):
+        sender.send = wrapped(sender.send, pause, pause)
+        receiver.receive = wrapped(receiver.receive, pause, pause)
 
 
 def left_over(engine) -> list:
@@ -107,19 +101,11 @@ def order_of_events(dynamic, depth):
     """What a first stage sends (s) and receives (r) at each of three steps, by micro-batch."""
     engine = build(2, ds_config(deep(depth)), dynamic_shape=dynamic)
     events = []
-
-    def recorded(letter, function):
-        def run(*args):
-            events.append(letter)
-            return function(*args)
-
-        return run
-
     if engine.is_first_stage():
         sender = engine.ds_compress.stage.senders[Instruction.SEND_ACTIVATION, 0].link
         receiver = engine.ds_compress.stage.receivers[Instruction.RECV_GRAD, 0].link
-        sender.send = recorded("s", sender.send)
-        receiver.receive = recorded("r", receiver.receive)
+        sender.send = wrapped(sender.send, before=lambda packet: events.append("s"))
+        receiver.receive = wrapped(receiver.receive, before=lambda nbytes: events.append("r"))
     data, steps = batches(), []
     for _ in range(3):
         engine.train_batch(data)
@@ -128,19 +114,14 @@ def order_of_events(dynamic, depth):
     return steps
 
 
-@pytest.mark.parametrize(
-    "dynamic, depth, expected",
-    [
-        (False, 1, "ssrsrsrr"),
-        (False, 2, "sssrsrrr"),
-        (False, 3, "ssssrrrr"),
-        (True, 1, "ssrsrsrr"),
-        (True, 2, "sssrsrrr"),
-    ],
-)
-def test_an_activation_leaves_before_the_gradient_that_deepspeed_awaits_first(dynamic, depth, expected):
+ORDERS = {1: "ssrsrsrr", 2: "sssrsrrr", 3: "ssssrrrr"}
+"""By depth."""
+
+
+@pytest.mark.parametrize("dynamic, depth", [(False, 1), (False, 2), (False, 3), (True, 1), (True, 2)])
+def test_an_activation_leaves_before_the_gradient_that_deepspeed_awaits_first(dynamic, depth):
     """Under dynamic_shape too: it once left where the schedule says so."""
-    assert run_ranks(2, order_of_events, dynamic, depth)[0] == [expected] * 3
+    assert run_ranks(2, order_of_events, dynamic, depth)[0] == [ORDERS[depth]] * 3
 
 
 def packets(count, pace):

@@ -156,9 +156,11 @@ def sockets():
     return found
 
 
-def failing(how, number, folder):
+def failing(how, number, staged, folder):
     """Rank 0 writes what it is told when connection `number` is cut, or when rank 1 dies or stops, while the
     parts of a packet are under way."""
+    if staged:
+        install(staged=True)
     rank, connections = dist.get_rank(), []
     for each in range(CONNECTIONS):
         before = sockets()
@@ -190,12 +192,13 @@ def failing(how, number, folder):
     os._exit(0)
 
 
+@pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
 @pytest.mark.parametrize("number", range(CONNECTIONS))
 @pytest.mark.parametrize(
     "how, said", [("cut", "is gone: "), ("dies", "is gone: "), ("stops", "did not answer within 2 s")]
 )
-def test_a_part_that_never_comes_is_named(how, said, number, tmp_path):
-    ended = run_ranks(2, failing, how, number, tmp_path, check=False)
+def test_a_part_that_never_comes_is_named(how, said, number, staged, tmp_path):
+    ended = run_ranks(2, failing, how, number, staged, tmp_path, check=False)
     message = tmp_path / "message"
     assert message.exists(), ended
     assert f"boundary 0, backward: rank 1 {said}" in message.read_text()
@@ -268,9 +271,8 @@ def over_nccl(block):
         module.receives_hold_device = lambda device: True
     engine = build(2, ds_config(block))
     engine.ds_compress.begin_step()
-    return list(engine.ds_compress.config.notes), {
-        len(end.link.groups) for end in engine.ds_compress.stage.ends
-    }
+    groups = {len(end.link.groups) for end in engine.ds_compress.stage.ends}
+    return list(engine.ds_compress.config.notes), groups
 
 
 @pytest.mark.parametrize("connections", [CONNECTIONS, "auto"])

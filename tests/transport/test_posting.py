@@ -7,25 +7,17 @@ has come or been taken.
 from collections import Counter
 
 import pytest
-from deepspeed.runtime.pipe.schedule import (
-    BackwardPass,
-    ForwardPass,
-    InferenceSchedule,
-    RecvActivation,
-    RecvGrad,
-    SendActivation,
-    SendGrad,
-    TrainSchedule,
-)
+from deepspeed.runtime.pipe import schedule as stock
+from deepspeed.runtime.pipe.schedule import InferenceSchedule, SendActivation, SendGrad
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_compress.planning.schedule import DepthSchedule
 from ds_compress.transport.p2p import packets_in_flight, posted_ahead
 
-SENT_TO = {SendActivation: (1, RecvActivation), SendGrad: (-1, RecvGrad)}
+SENT_TO = {SendActivation: (1, stock.RecvActivation), SendGrad: (-1, stock.RecvGrad)}
 """How many stages away a message is asked for, and by what."""
-MADE_BY = {SendActivation: ForwardPass, SendGrad: BackwardPass}
+MADE_BY = {SendActivation: stock.ForwardPass, SendGrad: stock.BackwardPass}
 COMING = {asked: (-away, send) for send, (away, asked) in SENT_TO.items()}
 PIPELINES = st.integers(2, 6), st.integers(1, 20), st.integers(1, 5)  # stages, micro-batches, depth
 
@@ -106,9 +98,8 @@ class Pipeline:
 
 def pipeline(stages, micro_batches, depth, schedule=DepthSchedule, **options):
     own = (depth,) if schedule is DepthSchedule else ()
-    return Pipeline(
-        [schedule(micro_batches, stages, stage, *own) for stage in range(stages)], depth, **options
-    )
+    schedules = [schedule(micro_batches, stages, stage, *own) for stage in range(stages)]
+    return Pipeline(schedules, depth, **options)
 
 
 @given(*PIPELINES, st.booleans())
@@ -127,7 +118,7 @@ def test_on_a_device_no_message_under_way_needs_anything_more_of_its_rank(
 
 @given(*PIPELINES)
 def test_the_links_of_a_depth_carry_deepspeeds_order_too(stages, micro_batches, depth):
-    for schedule in (TrainSchedule, InferenceSchedule):
+    for schedule in (stock.TrainSchedule, InferenceSchedule):
         assert not pipeline(stages, micro_batches, depth, schedule).locks()
 
 

@@ -14,6 +14,7 @@ from ds_compress.transport import probe as module
 from ds_compress.transport.p2p import EagerReceiver, EagerSender, PeerTimeout, channel_groups
 from ds_compress.transport.packet import Packet
 from ds_compress.transport.probe import PACKET_BYTES, PING_BYTES, message_rate, probe, probe_neighbours
+from tests.calls import wrapped
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -72,9 +73,9 @@ class SimulatedLink:
         return self.memory(nbytes)
 
 
-def measured(monkeypatch, link):
+def measured(monkeypatch, link, *rate):
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=link.perf_counter))
-    return probe(link, link, first=True)
+    return probe(link, link, True, *rate)
 
 
 @pytest.mark.parametrize("latency", [0.0, 1e-4, 0.05])
@@ -116,9 +117,8 @@ def test_one_interruption_is_not_a_slow_link(monkeypatch):
 def test_a_burst_allowance_is_not_what_a_link_carries(monkeypatch, packets):
     """A link that lets a burst through at first is measured at its sustained rate."""
     rate = 20 * PACKET_BYTES
-    assert (
-        measured(monkeypatch, SimulatedLink(rate, 1e-4, packets * PACKET_BYTES)).incoming <= 1.000001 * rate
-    )
+    link = SimulatedLink(rate, 1e-4, packets * PACKET_BYTES)
+    assert measured(monkeypatch, link).incoming <= 1.000001 * rate
 
 
 class LossyLink(SimulatedLink):
@@ -137,9 +137,7 @@ class LossyLink(SimulatedLink):
 
 def message_measured(monkeypatch, link):
     """Bytes per second, and the seconds that both sides take, one after the other."""
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=link.perf_counter))
-    found = probe(link, link, True, message_rate)
-    return found.incoming, 2 * link.now
+    return measured(monkeypatch, link, message_rate).incoming, 2 * link.now
 
 
 @pytest.mark.parametrize("latency", [0.0015, 0.04, 0.3])
@@ -166,21 +164,12 @@ def test_a_near_link_is_not_measured(monkeypatch):
 RATE = 20 * PACKET_BYTES
 
 
-def limited(send):
-    """`send` at RATE: on a busy machine slower, never faster."""
-
-    def run(packet):
-        time.sleep(packet.nbytes / RATE)
-        send(packet)
-
-    return run
-
-
 def tried():
+    """What both sides measure of a link with RATE: on a busy machine it is slower, never faster."""
     groups, rank = channel_groups(1), dist.get_rank()
     out, back = (groups[0, direction] for direction in ("forward", "backward")[:: 1 - 2 * rank])
     sender, receiver = EagerSender(1 - rank, CPU, out), EagerReceiver(1 - rank, CPU, back)
-    sender.send = limited(sender.send)
+    sender.send = wrapped(sender.send, before=lambda packet: time.sleep(packet.nbytes / RATE))
     found = probe(sender, receiver, first=rank == 0)
     packet = sender.memory(64)
     packet.memory.fill_(7)

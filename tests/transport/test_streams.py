@@ -11,30 +11,21 @@ from tests.support.pipeline import batches, build, ds_config
 from tests.support.ranks import run_ranks
 from tests.transport.streams import install
 
-TOPK = {
-    "forward": {"codec": {"name": "topk", "values": "bf16"}, "feedback": "ef"},
-    "backward": {"codec": {"name": "topk", "indices": "reuse"}},
-}
+REUSE = {"codec": {"name": "topk", "indices": "reuse"}}
+TOPK = {"forward": {"codec": {"name": "topk", "values": "bf16"}, "feedback": "ef"}, "backward": REUSE}
+LOWRANK = {"codec": {"name": "lowrank", "rank": 2}}
 RECIPES = {
     "none": {},
     "topk, reuse, ef": TOPK,
     "quantize, ef21": {"forward": {"codec": {"name": "quantize", "group_size": 32}, "feedback": "ef21"}},
-    "lowrank, loco": {
-        "forward": {"codec": {"name": "lowrank", "rank": 2}},
-        "backward": {"codec": {"name": "lowrank", "rank": 2}, "feedback": "loco"},
-    },
+    "lowrank, loco": {"forward": LOWRANK, "backward": {**LOWRANK, "feedback": "loco"}},
     "lossless": {"forward": {"codec": "lossless"}, "backward": {"codec": "lossless"}},
     "blocking": {**TOPK, "link": {"mode": "blocking"}},
     "depth 3": {**TOPK, "link": {"depth": 3}},
 }
 
-
-STAGED = (
-    "topk, reuse, ef",
-    "lossless",
-    "blocking",
-    "depth 3",
-)  # over host memory too, which the codec does not touch
+STAGED = ("topk, reuse, ef", "lossless", "blocking", "depth 3")
+"""Over host memory too, which the codec does not touch."""
 
 
 def train(folder, stages, block, **device_options):
@@ -82,7 +73,6 @@ def test_work_is_in_order(recipe, tmp_path):
     ],
 )
 def test_what_is_left_out_is_found(deaf, staged, problem, tmp_path):
-    (_, first), (_, last) = run_ranks(
-        2, functools.partial(train, str(tmp_path), 2, TOPK, staged=staged, deaf=(deaf,))
-    )
+    run = functools.partial(train, str(tmp_path), 2, TOPK, staged=staged, deaf=(deaf,))
+    (_, first), (_, last) = run_ranks(2, run)
     assert any(re.search(problem, line) for line in first + last), first[:5]

@@ -1,15 +1,11 @@
 """Watch which transfers start over which connection."""
 
 from ds_compress.transport import parts
+from tests.calls import wrapped
 
 
 def count_transfers():
     """Return a list that will have (isend or irecv, connection) of each transfer of this process."""
-    started, over = [], parts.over
-
-    def noted(group, transfer):
-        started.append((transfer, group))
-        return over(group, transfer)
-
-    parts.over = noted
+    started = []
+    parts.over = wrapped(parts.over, before=lambda group, transfer: started.append((transfer, group)))
     return started
