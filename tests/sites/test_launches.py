@@ -17,20 +17,13 @@ import torch
 from torch.distributed import TCPStore
 
 from ds_compress.config.replicas import STORE
+from ds_compress.sites import board, traffic
 from ds_compress.sites.simulation import SimulatedRounds
 from ds_compress.sites.store import connect
 from ds_compress.sites.worker import _work
-from tests.support.pipeline import (
-    MICRO_BATCHES,
-    batches,
-    build,
-    ds_config,
-    log_lines,
-    loss_fn,
-    simulated,
-    skip_steps,
-    weights,
-)
+from tests.calls import wrapped
+from tests.support import pipeline
+from tests.support.pipeline import MICRO_BATCHES, batches, build, ds_config, log_lines, loss_fn, simulated
 from tests.support.pipeline_kinds import fp16_on_cpu
 from tests.support.ranks import run_launches, run_ranks
 from tests.support.refusals import refusal
@@ -39,11 +32,8 @@ from tests.support.replicas import SPECS, WIDE, ZERO_1, digest, wide_layers
 
 CODEC = {"codec": {"name": "quantize", "bits": 4}, "feedback": "ef"}
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.005}}}
-KINDS = {
-    **{name: kind for name, kind in KINDS_OF_REPLICAS.items() if name != "bf16 zero 1"},
-    "muon": MUON,
-    "muon zero 1": {**MUON, **ZERO_1},
-}
+KINDS = {name: kind for name, kind in KINDS_OF_REPLICAS.items() if name != "bf16 zero 1"}
+KINDS |= {"muon": MUON, "muon zero 1": {**MUON, **ZERO_1}}
 
 
 @pytest.fixture
@@ -72,15 +62,14 @@ def train(launch, stages, config, steps, specs="wide", launches=2):
     # all take their seats before the first round begins
     session.begin_step()
     wait_for_seats(launches * torch.distributed.get_world_size())
-    losses = [engine.train_batch(data).item() for _ in range(steps)]
+    for _ in range(steps):
+        engine.train_batch(data)
     outer = session.traffic["replicas"]
     outer.collect()
-    anchor = torch.cat(outer.anchor).numpy().tobytes()
     return {
-        "losses": losses,
-        "weights": weights(engine),
+        "weights": pipeline.weights(engine),
         "digest": digest(engine),
-        "anchor": anchor,
+        "anchor": torch.cat(outer.anchor).numpy().tobytes(),
         "position": outer.position,
         "members": outer._members,
         "sent": (outer.sent.raw_bytes, outer.sent.wire_bytes),
@@ -265,18 +254,14 @@ def test_a_newcomer_sends_its_first_packet_when_the_others_do(delay, steps, stor
     assert results[1] == [steps]
 
 
-def refused(launch, config):
-    return refusal(start, launch, config)
-
-
 def test_what_cannot_work_is_refused(monkeypatch, store):
-    (line, _) = run_ranks(2, refused, 0, ds_config(block(), replicas=2))
+    (line, _) = run_ranks(2, refusal, start, 0, ds_config(block(), replicas=2))
     assert line.startswith("ds_compress.replicas.every: a launch with data-parallel ranks needs ZeRO 1")
     monkeypatch.setenv(STORE, "nowhere")
-    (line,) = run_ranks(1, refused, 0, ds_config(block()))
+    (line,) = run_ranks(1, refusal, start, 0, ds_config(block()))
     assert line.startswith(f"ds_compress.replicas.every: {STORE} is 'nowhere'; set it to HOST:PORT")
     monkeypatch.delenv(STORE)
-    (line,) = run_ranks(1, refused, 0, ds_config(block()))
+    (line,) = run_ranks(1, refusal, start, 0, ds_config(block()))
     assert f"{STORE} is not set" in line
 
 
@@ -284,7 +269,7 @@ def save_or_resume(launch, folder, config, resumes):
     engine, data, _ = start(launch, config)
     if resumes:
         engine.load_checkpoint(f"{folder}/{launch}")
-        skip_steps(engine, data, 5)
+        pipeline.skip_steps(engine, data, 5)
     engine.ds_compress.begin_step()
     wait_for_seats(2)
     digests = []
@@ -410,21 +395,13 @@ def silent(launch, config):
     engine, data, outer = start(launch, config)
     engine.ds_compress.begin_step()
     connection = outer._worker._stores[-1]
-    answers, check = threading.Event(), connection._store.check
-
-    def late(*args):
-        answers.wait()
-        return check(*args)
-
-    connection._store = SimpleNamespace(
-        check=late, get=connection._store.get, **dict.fromkeys(("add", "append")), set=lambda *_: None
-    )
-    with (
-        mock.patch("ds_compress.sites.board.CHUNK", 64),
-        mock.patch("ds_compress.sites.traffic.ANSWER_S", 0.1),
-    ):
-        for _ in range(8):
-            engine.train_batch(data)
+    answers = threading.Event()
+    late = wrapped(connection._store.check, before=lambda *_: answers.wait())
+    others = {"get": connection._store.get, "set": lambda *_: None, "add": None, "append": None}
+    connection._store = SimpleNamespace(check=late, **others)
+    board.CHUNK, traffic.ANSWER_S = 64, 0.1
+    for _ in range(8):
+        engine.train_batch(data)
     return outer._is_late, outer.sent.messages
 
 

@@ -8,6 +8,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -24,6 +25,7 @@ from ds_compress.sites.keys import Keys
 from ds_compress.sites.outer_step import Anchor, DeltaCodec, DeltaPart
 from ds_compress.sites.rounds import Rounds
 from ds_compress.sites.store import connect
+from tests.calls import wrapped
 from tests.support.network import disturb, eventually, flood
 
 SLOTS, NUMEL = 2, 20_000
@@ -61,9 +63,8 @@ class Launch:
         self.number, self.position, self.is_newcomer = joined
         self.anchors = [first_anchor(slot) for slot in range(SLOTS)]
         replica = ReplicasOptions(codec=codec, feedback="ef", every=30)
-        self.codecs = [
-            DeltaCodec(build_replica_codec(replica, "x"), [DeltaPart(0, NUMEL)], 0, 1) for _ in range(SLOTS)
-        ]
+        parts = [DeltaPart(0, NUMEL)]
+        self.codecs = [DeltaCodec(build_replica_codec(replica, "x"), parts, 0, 1) for _ in range(SLOTS)]
         self.exchanges, self.pool = 0, ThreadPoolExecutor(SLOTS)
         if announces and not self.is_newcomer:
             self.take_part()
@@ -103,6 +104,13 @@ class Launch:
         self.take_part()
 
 
+def newcomer_to(store, digest="another", **options):
+    """A launch that has other weights, and waits for the anchor."""
+    newcomer = Launch(store, digest=digest, **options)
+    newcomer.wait_for_anchor()
+    return newcomer
+
+
 def play(launches, learned):
     """A round of all launches; return the results of each."""
     futures = [launch.start(value) for launch, value in zip(launches, learned)]
@@ -137,24 +145,12 @@ def moved(launch, start):
     return (start[0].values - launch.anchors[0].values).mean().item()
 
 
-def test_the_anchor_moves_by_the_mean_of_all(store):
-    launches = [Launch(store, lr=1.0, momentum=0.0) for _ in range(3)]
-    start = launches[0].anchors
-    for number in range(3):
-        results = play(launches, (0.1, 0.2, 0.6))
-        assert all(result.members == (1, 2, 3) and result.is_member for own in results for result in own)
-        assert_alike(launches)
-        assert launches[0].position.round == number + 1
-    assert moved(launches[0], start) == pytest.approx(0.9, abs=0.01)
-
-
 def test_a_newcomer_gets_its_anchor_from_one_that_lives(store, monkeypatch):
     """A member may have been killed after it sent its packet: its newcomer waited five minutes for it. And
     without a quorum rounds have no members, and a newcomer that would complete it waited for ever."""
     monkeypatch.setattr(rounds_module, "BEAT_S", 0.1)
     dead, living = Launch(store, quorum=2, grace_s=0.1), Launch(store, announces=False, quorum=2, grace_s=0.1)
-    newcomer = Launch(store, digest="other", quorum=2, grace_s=0.1)
-    newcomer.wait_for_anchor()
+    newcomer = newcomer_to(store, quorum=2, grace_s=0.1)
     for slot in range(SLOTS):  # the packet of one that dies now
         dead.slots[slot]._board.put_packet(0, slot, dead.number, torch.zeros(4, dtype=torch.uint8))
     dead.slots[0]._board.come(0, dead.number)
@@ -194,13 +190,8 @@ def test_members_of_a_round_are_waited_for_in_the_next_one(store):
     """A quick replica decided the next round alone, before the other one had seen the outcome of this one."""
     first, second = Launch(store), Launch(store)
     has_decided = threading.Event()
-    take_part = second.slots[0].take_part
-
-    def slowly(*args):
-        has_decided.wait(PATIENCE)
-        take_part(*args)
-
-    second.slots[0].take_part = slowly
+    slot = second.slots[0]
+    slot.take_part = wrapped(slot.take_part, before=lambda *_: has_decided.wait(PATIENCE))
     own, other = first.start(1.0), second.start(3.0)
     first.finish(own)
     own = first.start(1.0)
@@ -217,14 +208,8 @@ def test_one_whose_packet_came_too_late_keeps_its_residual(store):
     first, late = (Launch(store, announces=each, lr=1.0, momentum=0.0) for each in (True, False))
     start = first.anchors
     waiting = threading.Event()
-    open_round = late.slots[0]._open_round
-
-    def slowly(*args):
-        found = open_round(*args)
-        assert waiting.wait(PATIENCE)
-        return found
-
-    late.slots[0]._open_round = slowly
+    slot = late.slots[0]
+    slot._open_round = wrapped(slot._open_round, after=lambda *_: waiting.wait(PATIENCE))
     futures = late.start(0.4)
     play([first], [0.1])
     waiting.set()
@@ -238,8 +223,7 @@ def test_the_anchor_for_a_newcomer_outlasts_short_rounds(store):
     """Packets were deleted three rounds later; a slow newcomer could not follow, and asked again."""
     first = Launch(store)
     play([first], [0.1])
-    newcomer = Launch(store, digest="another")
-    newcomer.wait_for_anchor()
+    newcomer = newcomer_to(store)
     for _ in range(8):
         play([first], [0.1])
     newcomer.take_anchor(first)
@@ -282,18 +266,10 @@ def test_a_slot_that_begins_late_takes_its_part(store):
     assert_alike([first, newcomer])
 
 
-class Clock:
-    """Stands for the module `time`."""
-
-    now = 1000.0
-
-    def monotonic(self):
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    clock = Clock()
+    """Stands for the module `time`."""
+    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
     for module in (rounds_module, handover):
         monkeypatch.setattr(module, "time", clock)
     return clock
@@ -305,8 +281,7 @@ def test_one_that_is_behind_hands_over_and_the_newcomer_follows(store):
     play([behind, dead], [0.1, 0.1])
     for _ in range(2):
         play_without_others([dead], [0.1])
-    newcomer = Launch(store, digest="another")
-    newcomer.wait_for_anchor()
+    newcomer = newcomer_to(store)
     behind.slots[0].idle()
     assert behind.slots[0]._board.newcomers() == {str(newcomer.number): None}, "one at the head comes first"
     behind.slots[0]._sender._behind_since = -handover.ABANDONED_S  # it has waited for so long
@@ -325,8 +300,7 @@ def test_one_that_is_too_far_behind_keeps_no_newcomer_waiting(lag, store, reques
     for _ in range(lag):
         play_without_others([dead], [0.1])
     clock = request.getfixturevalue("clock")
-    newcomer = Launch(store, digest="another")
-    newcomer.wait_for_anchor()
+    newcomer = newcomer_to(store)
     began = clock.now
     while not all(future.done() for future in newcomer.waits):
         clock.now += 5.0
@@ -339,8 +313,7 @@ def test_one_that_is_too_far_behind_keeps_no_newcomer_waiting(lag, store, reques
 def test_a_newcomer_to_which_nobody_hands_an_anchor_gives_up(store, clock):
     """The others give signs of life, so it does not go on instead of them; it waited for ever."""
     first = Launch(store)
-    newcomer = Launch(store, digest="another")
-    newcomer.wait_for_anchor()
+    newcomer = newcomer_to(store)
     while not all(future.done() for future in newcomer.waits):
         clock.now += 5.0
         first.slots[0].tend()
@@ -351,30 +324,23 @@ def test_a_newcomer_to_which_nobody_hands_an_anchor_gives_up(store, clock):
     assert first.slots[0]._board.newcomers() == {} and first.slots[0]._board.head() == first.position
 
 
-def test_packets_and_anchors_cross_over_several_connections(store, monkeypatch):
+def test_packets_and_anchors_cross_over_several_connections(monkeypatch):
     """One connection gives a few Mbit/s where packets are lost. Nothing else changes, and no key is left."""
     monkeypatch.setattr(board_module, "CHUNK", 1500)
     monkeypatch.setattr(handover, "CHUNK", 1500)
-    first = Launch(store, connections=4)
-    play([first], [0.1])
-    newcomer = Launch(store, digest="another", connections=3)
-    newcomer.wait_for_anchor()
-    first.slots[0].idle()
-    newcomer.take_anchor(first)
-    results = play([first, newcomer], [0.1, 0.3])
-    assert all(result.members == (1, 2) for own in results for result in own)
-    assert_alike([first, newcomer])
-    assert not [key for key in store.list_keys() if "/anchor/" in key]
-
-    with_one = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    others = [Launch(with_one)]
-    play(others, [0.1])
-    others.append(Launch(with_one, digest="another"))
-    others[1].wait_for_anchor()
-    others[0].slots[0].idle()
-    others[1].take_anchor(others[0])
-    play(others, [0.1, 0.3])
-    assert_alike([first, *others])
+    launches = []
+    for connections, of_newcomer in ((4, 3), (1, 1)):
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        first = Launch(store, connections=connections)
+        play([first], [0.1])
+        newcomer = newcomer_to(store, connections=of_newcomer)
+        first.slots[0].idle()
+        newcomer.take_anchor(first)
+        results = play([first, newcomer], [0.1, 0.3])
+        assert all(result.members == (1, 2) for own in results for result in own)
+        assert not [key for key in store.list_keys() if "/anchor/" in key]
+        launches += [first, newcomer]
+    assert_alike(launches)
 
 
 class Lazy:
@@ -440,8 +406,7 @@ def test_a_connection_that_is_cut_announces_nothing(store, monkeypatch):
 def test_an_anchor_is_not_announced_after_a_part_of_it_failed(store, monkeypatch):
     """The next try counted what had failed as sent: a newcomer took older chunks for these."""
     monkeypatch.setattr(handover, "CHUNK", 4000)
-    first, newcomer = Launch(store, connections=4), Launch(store, digest="another")
-    newcomer.wait_for_anchor()
+    first, newcomer = Launch(store, connections=4), newcomer_to(store)
     chunks = first.slots[0]._board.chunks
     chunks._further[1] = Keys(Cut())
     for _ in range(3):
@@ -489,16 +454,14 @@ def test_an_anchor_that_makes_progress_is_not_given_up(store, is_lost, clock, mo
     monkeypatch.setattr(handover, "LOOK_S", 0.0)
     first, newcomer = Launch(store), Launch(store, digest="another")
     begun, ships = clock.now, []
+
+    def takes_time(*args):
+        ships.append(clock.now)
+        # even if all parts of the other slot come first, this one makes progress in time
+        clock.now += 8.0
+
     for rounds in first.slots:
-        ship = rounds._board.ship
-
-        def slowly(*args, ship=ship):
-            ships.append(args)
-            # even if all parts of the other slot come first, this one makes progress in time
-            clock.now += 8.0
-            ship(*args)
-
-        rounds._board.ship = slowly
+        rounds._board.ship = wrapped(rounds._board.ship, before=takes_time)
     if is_lost:
         sent = handover.AnchorReceiver._sent
 
@@ -541,8 +504,7 @@ def test_many_joins_leave_neither_keys_nor_calls(store, monkeypatch):
 
     calls, keys = calls_and_keys()
     for _ in range(10):
-        newcomer = Launch(store, digest="another")
-        newcomer.wait_for_anchor()
+        newcomer = newcomer_to(store)
         newcomer.take_anchor(first)
         play([first, second, newcomer], (0.1, 0.1, 0.1))
         play_without_others([first, second], (0.1, 0.1))  # it is killed
@@ -572,9 +534,8 @@ def test_one_that_is_killed_in_its_turn_and_comes_back_is_caught_up(store):
     assert sent.exception(30) and store.check([f"{PREFIX}0/packet/0/{killed.number}"])
     ((result, _),) = play_without_others([first], [0.1])
     assert result.members == (first.number,) and moved(first, start) == pytest.approx(0.1, abs=0.01)
-    back = Launch(store, digest="of its checkpoint", lr=1.0, momentum=0.0)
+    back = newcomer_to(store, digest="of its checkpoint", lr=1.0, momentum=0.0)
     assert back.is_newcomer and back.number == 3
-    back.wait_for_anchor()
     play([first], [0.1])
     back.take_anchor(first)
     results = play([first, back], [0.1, 0.1])
@@ -634,27 +595,14 @@ def test_a_packet_that_is_damaged_on_its_way_does_not_count_if_its_sender_is_the
 
     damaged.slots[1]._board._set = harmful
     has_voted = threading.Event()
-    vote = damaged.slots[0]._board.vote
-
-    def first(*args):
-        vote(*args)
-        has_voted.set()
-
-    damaged.slots[0]._board.vote = first
-    for other in others:
-        conclude = other.slots[0]._conclude
-
-        def slowly(*args, conclude=conclude):
-            assert has_voted.wait(PATIENCE)
-            conclude(*args)
-
-        other.slots[0]._conclude = slowly
-    launches = [*others, damaged]
+    board = damaged.slots[0]._board
+    board.vote = wrapped(board.vote, after=lambda *_: has_voted.set())
+    for slot in [other.slots[0] for other in others]:
+        slot._conclude = wrapped(slot._conclude, before=lambda *_: has_voted.wait(PATIENCE))
+    launches, numbers = [*others, damaged], tuple(other.number for other in others)
     for _ in range(2):
         results = play(launches, [0.1] * healthy + [0.4])
-        assert {result.members for own in results for result in own} == {
-            tuple(other.number for other in others)
-        }
+        assert {result.members for own in results for result in own} == {numbers}
     assert_alike(launches)
     assert moved(others[0], start) == pytest.approx(0.2, abs=0.01)
 
@@ -692,13 +640,8 @@ def test_a_replica_that_cannot_read_the_packets_of_most_does_not_decide(store):
     """It leaves for a new anchor; the others go on."""
     deaf, *others = (Launch(store, lr=1.0, momentum=0.0) for _ in range(3))
     start = deaf.anchors
-    packet = deaf.slots[1]._board.packet
-
-    def damaged(*args):
-        packet(*args)
-        raise CompressionError("it was damaged on its way")
-
-    deaf.slots[1]._board.packet = damaged
+    error = CompressionError("it was damaged on its way")
+    deaf.slots[1]._board.packet = mock.Mock(side_effect=error)
     own, *futures = [launch.start(0.1) for launch in (deaf, *others)]
     for launch, future in zip(others, futures):
         assert launch.finish(future)[0].members == (1, 2, 3)
