@@ -109,10 +109,8 @@ def wrong_type(path, rng):
 def wrong_content(path, rng):
     """Entries that no release writes."""
     entries, _ = opened(path)
-    codes, scales, basis = (
-        rng.choice(sorted(name for name in entries if part in name))
-        for part in (".codes", ".scales", "lowrank")
-    )
+    kinds = (sorted(name for name in entries if part in name) for part in (".codes", ".scales", "lowrank"))
+    codes, scales, basis = map(rng.choice, kinds)
     how = rng.randrange(4)
     if how == 0:
         entries[scales] = entries[scales] * rng.choice([float("nan"), float("inf")])

@@ -19,31 +19,22 @@ from ds_compress.runtime import stage_profile
 from ds_compress.runtime.depth import MEASURED
 from ds_compress.transport.probe import LinkMeasurement
 from tests.checkpoint.damaged_files import opened
-from tests.support.pipeline import (
-    MICRO_BATCH,
-    MICRO_BATCHES,
-    batches,
-    build,
-    channel_state,
-    ds_config,
-    log_lines,
-)
+from tests.support import pipeline
+from tests.support.pipeline import MICRO_BATCHES, batches, build, channel_state, ds_config, log_lines
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
 
 SAVED, END = 2, 5
 TOPK = {"name": "topk", "density": 0.3}
 QUANTIZE = {"name": "quantize", "bits": 4, "group_size": 32}
+SAMPLES = {"name": "aqsgd", "offload": {"device": "cpu"}}
 FEEDBACKS = {
     "ef": (TOPK, "ef"),
     "ef21": (TOPK, {"name": "ef21", "scope": "micro_batch"}),
     "ef_mixed": (TOPK, {"name": "ef_mixed", "dtype": "bf16"}),
     "loco": (QUANTIZE, "loco"),
     "aqsgd": (TOPK, "aqsgd"),
-    "aqsgd in host memory": (
-        QUANTIZE,
-        {"name": "aqsgd", "offload": {"device": "cpu"}, "scope": "micro_batch"},
-    ),
+    "aqsgd in host memory": (QUANTIZE, {**SAMPLES, "scope": "micro_batch"}),
 }
 VISITED_AGAIN = 6  # micro-batches of an epoch
 
@@ -52,9 +43,8 @@ def config(name, replicas=1, **changes):
     codec, feedback = FEEDBACKS[name]
     direction = {"codec": codec, "feedback": feedback}
     backward = {"codec": codec} if name.startswith("aqsgd") else direction
-    return ds_config(
-        {"forward": direction, "backward": backward, "min_numel": 0, **changes}, replicas=replicas
-    )
+    block = {"forward": direction, "backward": backward, "min_numel": 0, **changes}
+    return ds_config(block, replicas=replicas)
 
 
 def run(stages, ds_config, folder, start=0, end=END, kill_at=None, **load_options):
@@ -94,19 +84,10 @@ def assert_same(ours, theirs):
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-@pytest.mark.parametrize(
-    "name, replicas",
-    [
-        ("ef", 2),
-        ("ef21", 2),
-        ("ef_mixed", 1),
-        ("loco", 1),
-        ("aqsgd", 2),
-        ("aqsgd in host memory", 1),
-    ],
-)
+@pytest.mark.parametrize("name", FEEDBACKS)
 @pytest.mark.extended(keep=3)
-def test_resuming_equals_going_on(name, replicas, tmp_path):
+def test_resuming_equals_going_on(name, tmp_path):
+    replicas = 2 if name in ("ef", "ef21", "aqsgd") else 1
     world = 2 * replicas
     killed = ranks(world, 2, config(name, replicas), tmp_path, kill_at=SAVED + 1, check=False)
     assert "died without a result" in killed and all(isinstance(rank, str) for rank in killed)
@@ -126,9 +107,8 @@ def test_resuming_equals_going_on(name, replicas, tmp_path):
 def test_codecs_with_state_train_and_resume(tmp_path):
     """Factors are state too, and so is the first loss of the guard, with which no checkpoint was written."""
     direction = {"codec": {"name": "lowrank", "rank": 8}}
-    settings = ds_config(
-        {"forward": direction, "backward": direction, "min_numel": 0, "warmup_steps": 1}, replicas=2
-    )
+    block = {"forward": direction, "backward": direction, "min_numel": 0, "warmup_steps": 1}
+    settings = ds_config(block, replicas=2)
     steps = 12
     whole = ranks(4, 2, settings, tmp_path, end=steps)
     resumed = ranks(4, 2, settings, tmp_path, start=SAVED, end=steps)
@@ -148,17 +128,14 @@ def test_other_stages_and_settings(tmp_path):
     # starts anew
     halved = ranks(2, 2, config("ef21"), tmp_path, start=SAVED, load_optimizer_states=False)
     assert halved[0]["loaded"] and not halved[0]["warnings"]
-    assert_same(
-        {k.replace("0/", "1/", 1): v for k, v in halved[0]["loaded"].items()}, saved_at(tmp_path, 1, 4)
-    )
+    loaded = {key.replace("0/", "1/", 1): value for key, value in halved[0]["loaded"].items()}
+    assert_same(loaded, saved_at(tmp_path, 1, 4))
     other = config("ef21", boundaries={"1": {"forward": {"codec": "bf16"}}})
     changed = ranks(4, 4, other, tmp_path, start=SAVED)
     assert [bool(rank["loaded"]) for rank in changed] == [True] * 4
     assert not any(key.startswith("1/") for rank in changed for key in rank["loaded"])
-    assert changed[0]["warnings"] == [
-        f"ds_compress: {tmp_path}/global_step{SAVED}: state of channels starts from zero: "
-        "its settings have changed (layer 4, replica 0)"
-    ]
+    said = "state of channels starts from zero: its settings have changed (layer 4, replica 0)"
+    assert changed[0]["warnings"] == [f"ds_compress: {tmp_path}/global_step{SAVED}: {said}"]
     assert not any(rank["warnings"] for rank in changed[1:])
 
 
@@ -195,14 +172,9 @@ def test_only_what_has_state_starts_from_zero(codec, feedback, tmp_path):
     run_ranks(2, save_without_us, tmp_path)
     direction = {"codec": codec, "feedback": feedback}
     first, _ = run_ranks(2, warnings_of_loading, tmp_path, {"forward": direction, "backward": direction})
-    assert [line for line in first if "starts from zero" in line] == (
-        []
-        if feedback == "none"
-        else [
-            f"ds_compress: {tmp_path}/stock: state of channels starts from zero: "
-            "the checkpoint has none for both sides (layer 4, replica 0)"
-        ]
-    )
+    said = "state of channels starts from zero: the checkpoint has none for both sides (layer 4, replica 0)"
+    line = f"ds_compress: {tmp_path}/stock: {said}"
+    assert [each for each in first if "starts from zero" in each] == [line] * (feedback != "none")
 
 
 def saved_at(folder, stage, layer):
@@ -222,22 +194,15 @@ def test_a_damaged_side_resets_both(tmp_path):
 
 
 def test_verdict_needs_both_sides_alike():
-    verdict = Verdict(
-        [
-            [4, 0, 0, 0, RESTORED, 11],
-            [4, 0, 0, 1, RESTORED, 11],
-            [-1] * 6,
-            [4, 1, 0, 0, RESTORED, 11],
-            [4, 1, 0, 1, RESTORED, 12],
-            [8, 0, 0, 0, RESTORED, 0],
-            [8, 0, 0, 1, CHANGED, 0],
-        ]
-    )
+    alike = [[4, 0, 0, 0, RESTORED, 11], [4, 0, 0, 1, RESTORED, 11]]
+    different = [[4, 1, 0, 0, RESTORED, 11], [4, 1, 0, 1, RESTORED, 12]]
+    changed = [[8, 0, 0, 0, RESTORED, 0], [8, 0, 0, 1, CHANGED, 0]]
+    verdict = Verdict([*alike, [-1] * 6, *different, *changed])
     assert verdict.status == {(4, 0): RESTORED, (4, 1): DIFFERENT, (8, 0): CHANGED}
-    assert verdict.report("f").endswith(
-        "its settings have changed (layer 8, replica 0), the two sides do not have the same (layer "
-        "4, replica 1)"
+    said = (
+        "settings have changed (layer 8, replica 0), the two sides do not have the same (layer 4, replica 1)"
     )
+    assert verdict.report("f").endswith(said)
 
 
 def test_tensor_parallel_ranks_decide_together():
@@ -299,7 +264,8 @@ AUTO = {"depth": "auto", "memory_gb": 1}
 def run_at_depth(folder, load, link, latency, micro_batches=MANY):
     """Losses, and the depth of each batch; of a run that saves, or of one that goes on from there."""
     stage_profile.probe = lambda sender, receiver, first: LinkMeasurement(incoming=1e9, latency=latency)
-    counts = {"gradient_accumulation_steps": micro_batches, "train_batch_size": MICRO_BATCH * micro_batches}
+    samples = pipeline.MICRO_BATCH * micro_batches
+    counts = {"gradient_accumulation_steps": micro_batches, "train_batch_size": samples}
     losses, depths = [], []
     with contextlib.redirect_stdout(io.StringIO()):
         engine, data = build(2, ds_config({"link": link}, **counts)), batches()

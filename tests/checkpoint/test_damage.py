@@ -9,20 +9,10 @@ import resource
 import pytest
 import torch
 
+from ds_compress.checkpoint import search
 from ds_compress.checkpoint.checkpointer import state_of
 from ds_compress.checkpoint.file import StateFile, write
-from ds_compress.checkpoint.search import (
-    ABSENT,
-    CHANGED,
-    RESTORED,
-    UNFIT,
-    UNREADABLE,
-    Found,
-    Rank,
-    Side,
-    Verdict,
-    load_side,
-)
+from ds_compress.checkpoint.search import ABSENT, CHANGED, RESTORED, UNFIT, UNREADABLE, Found, Rank, Side
 from ds_compress.config import Config
 from ds_compress.message.channel import Boundary
 from tests.checkpoint.damaged_files import damaged, opened, signed
@@ -32,12 +22,10 @@ LOWRANK, QUANTIZE = {"name": "lowrank", "rank": 2}, {"name": "quantize", "bits":
 BLOCK = {
     "forward": {"codec": LOWRANK, "feedback": "ef"},
     "backward": {"codec": QUANTIZE, "feedback": "loco"},
-    "boundaries": {
-        "0": {"backward": {"feedback": "ef"}},
-        "1": {"forward": {"codec": QUANTIZE, "feedback": "ef21"}},
-    },
     "min_numel": 0,
 }
+EF21 = {"codec": QUANTIZE, "feedback": "ef21"}
+BLOCK |= {"boundaries": {"0": {"backward": {"feedback": "ef"}}, "1": {"forward": EF21}}}
 
 
 def train(sides, steps=2):
@@ -49,12 +37,9 @@ def train(sides, steps=2):
                 channel.encode([torch.randn(4, 8, 16)], channel.message_id(step, 0))
 
 
-def save(root, tag, sides):
-    path = RANK.path(root / tag)
-    path.parent.mkdir()
-    settings = {side.key: side.settings for side in sides}
-    write(path, state_of(sides), EXACT, version="0.2", step=STEP, settings=settings)
-    return path
+def load(sides, root, rank=RANK):
+    """What is found of each side under tag "b"."""
+    return [search.load_side(root, "b", rank, side, STEP) for side in sides]
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +49,11 @@ def saved(tmp_path_factory):
     config = Config(BLOCK)
     sides = [Side(Boundary(0, config), 4, "downstream"), Side(Boundary(1, config), 8, "upstream")]
     train(sides, 4)
-    path = save(root, "b", sides)
-    whole = [load_side(root, "b", RANK, side, STEP) for side in sides]
+    path = RANK.path(root / "b")
+    path.parent.mkdir()
+    settings = {side.key: side.settings for side in sides}
+    write(path, state_of(sides), EXACT, version="0.2", step=STEP, settings=settings)
+    whole = load(sides, root)
     assert [found.status for found in whole] == [RESTORED] * 2
     return sides, root, path, whole
 
@@ -82,12 +70,13 @@ def attack(saved, count, seed):
             if bad == content:
                 continue
             target.write_bytes(bad)
-            found = [load_side(root, "b", RANK, side, STEP) for side in sides]
+            found = load(sides, root)
             for ours, before in zip(found, whole):
                 if ours.status == RESTORED:
                     torch.testing.assert_close(ours.memories, before.memories, rtol=0, atol=0, msg=way)
                 assert ours.memories == {} or ours.status == RESTORED
-            Verdict(Verdict.row((s.layer, 0, 0), s, f).tolist() for s, f in zip(sides, found)).report(root)
+            rows = [search.Verdict.row((side.layer, 0, 0), side, own) for side, own in zip(sides, found)]
+            search.Verdict(row.tolist() for row in rows).report(root)
             survived = all(ours.status == RESTORED for ours in found)
             counted = held if survived else refused
             counted[way] = counted.get(way, 0) + 1
@@ -107,7 +96,7 @@ def test_no_damaged_file_is_loaded(saved, caplog):
 
 
 def found(saved):
-    return [load_side(saved[1], "b", RANK, side, STEP) for side in saved[0]]
+    return load(*saved[:2])
 
 
 @pytest.fixture
@@ -141,9 +130,7 @@ def test_a_damaged_file_of_another_stage_is_no_reason(saved, path, caplog):
 
 def test_the_file_of_another_rank_in_its_place(saved, path):
     path.rename(Rank(1, 1, 0).path(path.parent))
-    assert [load_side(saved[1], "b", Rank(1, 1, 0), side, STEP) for side in saved[0]] == [
-        Found(UNREADABLE)
-    ] * 2
+    assert load(*saved[:2], Rank(1, 1, 0)) == [Found(UNREADABLE)] * 2
     Rank(1, 1, 0).path(path.parent).unlink()
 
 
