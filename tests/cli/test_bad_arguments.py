@@ -8,13 +8,10 @@ from ds_compress.version import __version__
 from tests.support.launch_scripts import write_csv
 
 CHECK = ["check", "DS_CONFIG", "--stages", "2", "--shape", "4,1024"]
-ADVISE = [
-    *("advise", "--stages", "2", "--micro-batches", "4", "--forward-ms", "16", "--shape", "4,1024"),
-    *("--gbps", "1", "--codec-gbps", "1000"),
-]
+ADVISE = ["advise", "--stages", "2", "--micro-batches", "4", "--forward-ms", "16", "--shape", "4,1024"]
+ADVISE += ["--gbps", "1", "--codec-gbps", "1000"]
 BENCH = ["bench", "--shape", "2,64", "--codec", "bf16"]
 NUMBERS = ["-1", "nan", "inf", "-inf", "1e400", "x", "", "0x10", "1e30"]
-
 COUNTS = ["0", "-1", "1.5", "nan", "9" * 9, "9" * 5000]
 
 
@@ -31,24 +28,16 @@ BAD = [
     *each(ADVISE, ("--shape",), ["", "0", "0,4", "4,", "4,x", "a", "-1,4", f"{2**62},{2**62}", "9" * 5000]),
     *each(ADVISE, ("--recipe",), ["no_such_file.json", "."]),
     *each(ADVISE, ("--device",), ["cuda:99", "nonsense", "", "meta", "cpu:x"]),
-    *each(
-        BENCH, ("--codec",), ["topq", "{", "[]", "{}", '{"name": "quantize", "bits": 99}', '{"name": NaN}']
-    ),
+    *each(BENCH, ("--codec",), ["topq", "{", "[]", "{}", '{"name": "fp8", "bits": 99}', '{"name": NaN}']),
     *each(BENCH, ("--json",), ["no_such_folder/rows.json", "."]),
     *each(BENCH, ("--shape",), ["99999,99999,9999"]),
     *each(CHECK, ("--stages",), COUNTS),
     *each(CHECK, ("--shape",), [",".join(["9" * 9] * 9)]),
     *each(CHECK, ("--dtype",), ["int8"]),
-    [*CHECK, "--replicas", "2"],
-    [*CHECK, "--parameters", "100"],
+    *each(CHECK, ("--replicas", "--parameters", "--no-such-option"), ["2"]),
     [*ADVISE, "--recipe", "DS_CONFIG", "DS_CONFIG"],
-    [*CHECK, "--no-such-option"],
-    [*CHECK[:1], ".", *CHECK[2:]],
-    [*CHECK[:1], "no_such_file.json", *CHECK[2:]],
-    ["check"],
-    [],
-    ["no_such_command"],
-    ["report"],
+    *([CHECK[0], path, *CHECK[2:]] for path in (".", "no_such_file.json")),
+    *(["check"], [], ["no_such_command"], ["report"]),
 ]
 
 

@@ -25,19 +25,9 @@ VERSIONS = {"python": "3.11.7", "ds_compress": "1", "torch": "2", "deepspeed": "
 LO = {"name": "lo", "addresses": ["127.0.0.1"], "mbit": 0, "mtu": 65536}
 ETH = {"name": "eth0", "addresses": ["10.0.0.1"], "mbit": 1000, "mtu": 1500}
 IB = {"name": "ib0", "addresses": ["10.1.0.1"], "mbit": 100_000, "mtu": 1500}
-HOST = {
-    "versions": VERSIONS,
-    "switched_on": True,
-    "device": "2 cores, x86_64",
-    "kernels": "x86-64-v4",
-    "interfaces": [LO, ETH],
-    "gloo_interface": "eth0",
-    "gloo_because": "the name a is 10.0.0.1",
-    "way": "eth0",
-    "congestion_control": "cubic",
-    "slow_start_after_idle": "0",
-    "left_buffers": {},
-}
+HOST = {"versions": VERSIONS, "switched_on": True, "device": "2 cores, x86_64", "kernels": "x86-64-v4"}
+HOST |= {"interfaces": [LO, ETH], "way": "eth0", "congestion_control": "cubic", "slow_start_after_idle": "0"}
+HOST |= {"gloo_interface": "eth0", "gloo_because": "the name a is 10.0.0.1", "left_buffers": {}}
 
 
 def report(**changes):
@@ -70,6 +60,9 @@ def test_nothing_is_found_where_all_is_well():
 NAMED_LO = {"gloo_interface": "lo", "gloo_because": "the name b is 127.0.1.1"}
 MISSPELT = {"gloo_interface": "eht0", "gloo_because": "GLOO_SOCKET_IFNAME"}
 OVER_IB = {"interfaces": [LO, ETH, IB], "way": "ib0"}
+LEFT = "/dev/shm/deepspeed_allreduce_buffer_0"
+SLOW = {"gbps_forward": 0.1, "gbps_backward": 0.1, "rtt_ms": 40.0}
+IDLE = {"rtt_ms": 40.0, "slow_start_after_idle": "1"}
 
 
 def versions(**others):
@@ -85,32 +78,17 @@ def versions(**others):
         ({"switched_on": False}, "bad", "does not load ds_compress by itself on b", machine.AUTOLOAD),
         ({"kernels": None}, "look", "no C++ kernels on b", "apt install g++"),
         (NAMED_LO, "bad", "b would not be found: gloo takes lo, as the name b", "GLOO_SOCKET_IFNAME=eth0"),
+        (MISSPELT, "bad", "takes eht0, as GLOO_SOCKET_IFNAME; interfaces: eth0", "GLOO_SOCKET_IFNAME=eth0"),
         (
-            MISSPELT,
-            "bad",
-            "gloo takes eht0, as GLOO_SOCKET_IFNAME; interfaces: eth0",
-            "GLOO_SOCKET_IFNAME=eth0",
-        ),
-        (
-            {"left_buffers": {"/dev/shm/deepspeed_allreduce_buffer_0": 66_000_000}},
+            {"left_buffers": {LEFT: 66_000_000}},
             "look",
-            "killed launches left 1 buffers of DeepSpeed, 66 MB, in the shared memory of b",
-            "rm /dev/shm/deepspeed_allreduce_buffer_0",
+            "left 1 buffers of DeepSpeed, 66 MB, in",
+            f"rm {LEFT}",
         ),
         (OVER_IB, "look", "b reaches rank 0 over ib0, but gloo takes eth0", "GLOO_SOCKET_IFNAME=ib0"),
         ({"gbps_backward": 0.2}, "look", "0.2 back, 0.30 ms round trip: one direction is 4.5 times", "cable"),
-        (
-            {"gbps_forward": 0.1, "gbps_backward": 0.1, "rtt_ms": 40.0},
-            "look",
-            "a - b: 0.1 Gbit/s there, 0.1 back, 40.00 ms round trip: the interface is rated 1 Gbit/s",
-            "a few lost packets would be enough: try TCP's bbr on a, b",
-        ),
-        (
-            {"rtt_ms": 40.0, "slow_start_after_idle": "1"},
-            "look",
-            "after each pause on b: messages may then take several round trips of 40.00 ms more",
-            "sysctl -w net.ipv4.tcp_slow_start_after_idle=0",
-        ),
+        (SLOW, "look", "40.00 ms round trip: the interface is rated 1 Gbit/s", "try TCP's bbr on a, b"),
+        (IDLE, "look", "after each pause on b: messages may then take", "tcp_slow_start_after_idle=0"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -168,9 +146,7 @@ def test_a_machine_without_kernels_or_entry_point(monkeypatch):
     assert [each.level for each in findings({"hosts": [{**found, "way": None}]})] == ["good", "bad", "look"]
 
 
-@pytest.mark.parametrize(
-    "address, interface", [("127.0.0.1", "lo"), ("127.0.1.1", "lo"), ("::1", "lo"), ("192.0.2.77", None)]
-)
+@pytest.mark.parametrize("address, interface", [("127.0.1.1", "lo"), ("::1", "lo"), ("192.0.2.77", None)])
 def test_the_interface_of_an_address(address, interface):
     assert machine.interface_of(address) == interface
 
@@ -179,16 +155,10 @@ def ranks(count, world, *more, first=0):
     """So many of `world` ranks, as a launcher starts them; what each returned and said."""
     with reserved_port() as port:
         places = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        python = interpreter()
-        command = [python, "-m", "ds_compress", "--local_rank=0", "doctor", *more]
+        command = [interpreter(), "-m", "ds_compress", "--local_rank=0", "doctor", *more]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         processes = [
-            subprocess.Popen(
-                command,
-                env={**os.environ, **places, "RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+            subprocess.Popen(command, env={**os.environ, **places, "RANK": str(rank)}, **pipes)
             for rank in range(first, first + count)
         ]
         return [(*process.communicate(), process.returncode) for process in processes]
@@ -221,25 +191,17 @@ def test_rank_0_that_cannot_be_reached_is_named():
 
 @pytest.mark.parametrize("name, value", [("WORLD_SIZE", ""), ("MASTER_PORT", "x")])
 def test_half_a_launcher(monkeypatch, capsys, name, value):
-    for key, good in {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "h",
-        "MASTER_PORT": "1",
-        name: value,
-    }.items():
-        monkeypatch.setenv(key, good)
+    good = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    for key, given in {**good, name: value}.items():
+        monkeypatch.setenv(key, given)
     assert main(["doctor"]) == 2
     assert capsys.readouterr().err.startswith("ds-compress doctor: the launcher set no usable ")
 
 
 def test_a_link_is_joined_of_what_its_two_sides_found():
-    parts = [
-        {"ranks": [0, 1], "gbps_backward": 2.0, "rtt_ms": 0.5},
-        {"ranks": [0, 1], "gbps_forward": 1.0, "rtt_ms": 0.3},
-    ]
-    joined = {"ranks": [0, 1], "gbps_forward": 1.0, "gbps_backward": 2.0, "rtt_ms": 0.3}
-    assert merge_links(parts) == [joined]
+    back = {"ranks": [0, 1], "gbps_backward": 2.0, "rtt_ms": 0.5}
+    there = {"ranks": [0, 1], "gbps_forward": 1.0, "rtt_ms": 0.3}
+    assert merge_links([back, there]) == [{**back, **there}]
 
 
 TWO_HOSTS = pytest.mark.skipif(bool(reason_for_none()), reason=reason_for_none())
@@ -252,15 +214,11 @@ def test_hosts_that_would_not_find_each_other_are_told_what_to_set():
     where = {"WORLD_SIZE": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500", "PYTHONPATH": str(ROOT)}
     environment = {key: value for key, value in os.environ.items() if key != "GLOO_SOCKET_IFNAME"} | where
     with two_hosts() as hosts:
-        processes = [
-            subprocess.Popen(
-                [*hosts.on(rank), sys.executable, "-m", "ds_compress", "doctor"],
-                env={**environment, "RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
+        processes = []
+        for rank in range(2):
+            command = [*hosts.on(rank), sys.executable, "-m", "ds_compress", "doctor"]
+            own = {**environment, "RANK": str(rank)}
+            processes.append(subprocess.Popen(command, env=own, stdout=subprocess.PIPE, text=True))
         (out, _), (nothing, _) = (process.communicate() for process in processes)
     assert [process.returncode for process in processes] == [1, 0] and nothing == ""
     bad = [line for line in out.splitlines() if line.startswith("BAD ")]

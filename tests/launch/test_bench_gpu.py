@@ -22,17 +22,13 @@ def script():
 
 
 def test_every_codec_has_its_row(script, monkeypatch, tmp_path):
-    monkeypatch.setattr(
-        script,
-        "peers",
-        lambda x: [script.Method("torch.topk", script.sparse, lambda parts: script.dense(parts, x))],
-    )
+    def peers(x):
+        return [script.Method("torch.topk", script.sparse, lambda parts: script.dense(parts, x))]
+
+    monkeypatch.setattr(script, "peers", peers)
     path = tmp_path / "rows.json"
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        ["bench_gpu", "--device", "cpu", "--shape", "2,64,256", "--rounds", "3", "--json", str(path)],
-    )
+    words = ["--device", "cpu", "--shape", "2,64,256", "--rounds", "3", "--json", str(path)]
+    monkeypatch.setattr(sys, "argv", ["bench_gpu", *words])
     script.main()
     rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
     x = benchmark_tensor((2, 64, 256), script.DTYPES["bf16"], script.torch.device("cpu"))
@@ -67,17 +63,14 @@ def test_what_crosses_is_captured():
     assert all(map(torch.equal, found.values(), (*one, *other)))
 
 
-def by_bits(sent, direction, **options):
-    return {
-        codec["bits"]: errors(sent, codec, direction)
-        for codec in CODECS
-        if codec.get("hadamard") == options.get("hadamard")
-    }
+def by_bits(sent, direction, hadamard):
+    codecs = [codec for codec in CODECS if codec.get("hadamard") == hadamard]
+    return {codec["bits"]: errors(sent, codec, direction) for codec in codecs}
 
 
 def test_a_rotation_pays_for_gradients_of_a_transformer():
     sent = named(messages.transformer())
-    rotated, plain = (by_bits(sent, "backward", hadamard=hadamard) for hadamard in (True, None))
+    rotated, plain = (by_bits(sent, "backward", rotates) for rotates in (True, None))
     for bits in (2, 3):
         size = bits + 0.25 + 1 / 64  # the last: a bit for each row, as groups cross rows of 64 values
         assert rotated[bits][0] == plain[bits][0] == size and rotated[bits][1] < plain[bits][1]

@@ -28,9 +28,8 @@ def run_folder(tmp_path):
     """12 steps, 2 boundaries; byte totals written every 4 steps."""
     steps = range(1, 13)
     write_csv(tmp_path, "Train/Samples/train_loss", [(s * SAMPLES, 5.0 - 0.25 * s) for s in steps])
-    write_csv(
-        tmp_path, "Train/Samples/step_ms", [(s * SAMPLES, 900.0 if s <= 5 else 100.0 + s) for s in steps]
-    )
+    times = [(s * SAMPLES, 900.0 if s <= 5 else 100.0 + s) for s in steps]
+    write_csv(tmp_path, "Train/Samples/step_ms", times)
     for boundary, (direction, per_step) in itertools.product((0, 1), (("forward", 10), ("backward", 30))):
         for kind, size in (("raw", 1 << 30), ("wire", per_step)):
             label = f"Train/Compression/boundary_{boundary}/{direction}/{kind}_bytes"
@@ -144,12 +143,8 @@ def test_batches_follow_from_seed_replica_and_position(train_lm):
     tokens = torch.arange(250, dtype=torch.uint8)
 
     def draw(count, **options):
-        return torch.stack(
-            [
-                torch.stack(pair)
-                for pair in itertools.islice(train_lm.batches(tokens, 4, 16, **options), count)
-            ]
-        )
+        batches = itertools.islice(train_lm.batches(tokens, 4, 16, **options), count)
+        return torch.stack([torch.stack(pair) for pair in batches])
 
     stream = draw(6, seed=1)
     assert stream.shape == (6, 2, 4, 16) and stream.dtype == torch.int64
@@ -157,9 +152,8 @@ def test_batches_follow_from_seed_replica_and_position(train_lm):
     assert torch.equal(stream[2:], draw(4, seed=1, start=2))
     assert not torch.equal(stream, draw(6, seed=2))
     assert not torch.equal(stream, draw(6, seed=1, replica=1))
-    assert torch.equal(
-        stream[:, 1], stream[:, 0] + 1
-    )  # the label is the next byte; here each byte is its position
+    # the label is the next byte; here each byte is its position
+    assert torch.equal(stream[:, 1], stream[:, 0] + 1)
 
 
 def test_batches_reach_both_ends_of_the_text(train_lm):

@@ -39,6 +39,9 @@ PAPER = {
 }
 
 
+ALWAYS = {"error_forward": 0.1, "error_backward": None, "processor": "abacus", "versions": {"torch": "9"}}
+
+
 def rows(values, task="vision", seeds=(0, 1, 2), preset="smoke"):
     """Rows of a quality each; seeds lie 0.2 apart."""
     metric = METRICS[task]
@@ -51,10 +54,7 @@ def rows(values, task="vision", seeds=(0, 1, 2), preset="smoke"):
             "bits_backward": bits,
             f"{metric}_on": None if on is None else on + 0.2 * (seed - 1),
             f"{metric}_off": None if off is None else off + 0.2 * (seed - 1),
-            "error_forward": 0.1,
-            "error_backward": None,
-            "processor": "abacus",
-            "versions": {"torch": "9"},
+            **ALWAYS,
         }
         for (name, (on, off, bits)), seed in itertools.product(values.items(), seeds)
     ]
@@ -148,9 +148,8 @@ def test_what_recipes_cost_is_what_the_rows_say(name):
     costs = costs_of(ALL_ROWS, evidence.row)
     assert [round(value, 1) for value in worst(costs)] == [*evidence.worst]
     (block,) = {json.dumps(row["block"]) for row in ALL_ROWS if row["setting"] == evidence.row}
-    ours, theirs = (
-        Config(each).in_force.codecs(None) for each in (recipes.recipe(name, KEY), json.loads(block))
-    )
+    blocks = (recipes.recipe(name, KEY), json.loads(block))
+    ours, theirs = (Config(each).in_force.codecs(None) for each in blocks)
     for direction in DIRECTIONS:
         pairs = zip(getattr(ours, direction).settings.items(), getattr(theirs, direction).settings.items())
         # an option that is not given is what follows from the others
@@ -193,11 +192,10 @@ def test_a_cost_compares_runs_of_one_seed():
     assert (cost.seeds, cost.ratio, cost.kind) == (2, 8.0, "from scratch")
     assert cost.off == pytest.approx(0.5) and cost.on == math.inf
     accuracy = {"none": (50.0, 50.0, 32), "group4/4": (49.0, 50.5, 4)}
-    (cost,) = costs_of(rows(accuracy, "cnn-scratch", preset="small", seeds=(0,)), "group4/4")
+    made = rows(accuracy, "cnn-scratch", preset="small", seeds=(0,))
+    (cost,) = costs_of(made, "group4/4")
     assert (cost.off, cost.on, cost.kind) == (pytest.approx(-0.5), pytest.approx(1.0), "CNN")
-    assert "| `group4/4` | 8.0 | -0.50 / +1.00, 1 seed |" in cost_table(
-        rows(accuracy, "cnn-scratch", preset="small", seeds=(0,)), ["none2", "group4/4"]
-    )
+    assert "| `group4/4` | 8.0 | -0.50 / +1.00, 1 seed |" in cost_table(made, ["none2", "group4/4"])
 
 
 def test_replicas_are_compared_with_exact_ones_of_their_seed():

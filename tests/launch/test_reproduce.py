@@ -49,9 +49,8 @@ def draw(folder):
         pyarrow.parquet.write_table(table, folder / "cifar10" / f"{split}.parquet")
     (folder / "wikitext2").mkdir()
     for split, repeats in (("train", 200), ("valid", 10)):
-        (folder / "wikitext2" / f"{split}.txt").write_text(
-            "the quick brown fox jumps over the lazy dog . " * repeats
-        )
+        words = "the quick brown fox jumps over the lazy dog . "
+        (folder / "wikitext2" / f"{split}.txt").write_text(words * repeats)
 
 
 def png(image):
@@ -200,25 +199,12 @@ def test_an_encoder_is_trained_in_four_stages(data, tmp_path, monkeypatch):
     words = ["[UNK]", "[CLS]", "[SEP]", *(set((data / "wikitext2" / "train.txt").read_text().split()))]
     (tmp_path / "vocab.txt").write_text("\n".join(words))
     BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "bert")
-    config = BertConfig(
-        vocab_size=len(words),
-        hidden_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        intermediate_size=64,
-    )
-    model = BertModel(config).eval()
+    shape = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64}
+    model = BertModel(BertConfig(vocab_size=len(words), **shape)).eval()
     model.save_pretrained(tmp_path / "bert")
     (tmp_path / "wikitext2").symlink_to(data / "wikitext2")
-    size = replace(
-        PRESETS["real"]["minilm-full"],
-        tokenizer="bert",
-        weights="bert",
-        seq=8,
-        blocks=80,
-        test_blocks=8,
-        lr=1e-3,
-    )
+    changes = {"tokenizer": "bert", "weights": "bert", "seq": 8, "blocks": 80, "test_blocks": 8, "lr": 1e-3}
+    size = replace(PRESETS["real"]["minilm-full"], **changes)
     task = KINDS[size.kind](size, tmp_path, tmp_path)
     inputs, labels, ids = next(task.epoch(0, 0))
     with torch.no_grad():
@@ -301,9 +287,7 @@ def test_a_row_from_a_pipeline_is_that_from_simulate(name, whole, data, tmp_path
     run = Run("smoke", *name.split("/", 1), 0)
     task = task_of("smoke", run.task, data, whole / "cache")
     row = executed(run, task, data, whole, torch.device("cpu"))
-    errors = (
-        f"{kind}_{direction}" for kind in ("error", "token_error") for direction in ("forward", "backward")
-    )
+    errors = (f"{kind}_{way}" for kind in ("error", "token_error") for way in ("forward", "backward"))
     expected = rows_of(whole)[name, 0] | dict.fromkeys([*errors, "gradient_error", "warnings"])
     assert {k: v for k, v in row.items() if k not in PASSING} == expected
 

@@ -39,18 +39,21 @@ else:
         peer.sendall(b"x")
         peer.recv(1)
         trips.append(time.perf_counter() - started)
-    found = b""
-    while len(found) < len(data):
-        found += peer.recv(1 << 20)
+    found = peer.recv(len(data), socket.MSG_WAITALL)
     time.sleep(0.5)  # the link has rested
-    started, small = time.perf_counter(), 0
+    started = time.perf_counter()
     peer.sendall(b"x")
-    while small < 100_000:
-        small += len(peer.recv(1 << 20))
+    peer.recv(100_000, socket.MSG_WAITALL)
     seconds = time.perf_counter() - started
     peer.sendall(b"x")
     print(json.dumps({"trip": min(trips), "same": found == data, "small": seconds}))
 """
+
+
+def start(environment):
+    """Run the script; `environment`: beside that of this process."""
+    env = {**os.environ, **environment}
+    return subprocess.run([TWO_HOSTS, "train.py"], capture_output=True, text=True, env=env, timeout=300)
 
 
 def pinged(folder, **environment):
@@ -58,9 +61,7 @@ def pinged(folder, **environment):
     launcher, counters = folder / "deepspeed", folder / "counters"
     launcher.write_text(f"#!{sys.executable}\n{PING}")
     launcher.chmod(launcher.stat().st_mode | stat.S_IXUSR)
-    environment |= {"DEEPSPEED": str(launcher), "COUNTERS": str(counters)}
-    command, env = [TWO_HOSTS, "train.py"], {**os.environ, **environment}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+    done = start(environment | {"DEEPSPEED": str(launcher), "COUNTERS": str(counters)})
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), list(map(int, counters.read_text().split()))
 
@@ -89,16 +90,15 @@ def test_a_slow_link_is_slow_for_a_small_message_too(tmp_path):
     assert found["same"] and found["small"] > (100_000 - 2 * 16_384) * 8 / 5e6
 
 
-def test_a_link_that_cannot_be_made_far_says_so(tmp_path):
-    (tmp_path / "id").write_text("#!/bin/sh\necho 0\n")
+@pytest.mark.parametrize("user, said", [(0, ""), (1000, "needs root")])
+def test_a_link_that_cannot_be_made_far_says_so(user, said, tmp_path):
+    (tmp_path / "id").write_text(f"#!/bin/sh\necho {user}\n")
     for name in ("ip", "tc", "taskset"):
         (tmp_path / name).write_text("#!/bin/sh\nexit 0\n")
     (tmp_path / "python3").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "ip").write_text('#!/bin/sh\ncase "$*" in *"link show"*) exit 1;; esac\nexit 0\n')
     for path in tmp_path.iterdir():
         path.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "RTT_MS": "20"}
-    done = subprocess.run(
-        [TWO_HOSTS, "train.py"], capture_output=True, text=True, env=environment, timeout=300
-    )
-    assert done.returncode == 1 and done.stderr.startswith("two_hosts: ") and done.stderr.count("\n") == 1
+    done = start({"PATH": f"{tmp_path}:{os.environ['PATH']}", "RTT_MS": "20"})
+    error = done.stderr
+    assert done.returncode == 1 and error.startswith(f"two_hosts: {said}") and error.count("\n") == 1
