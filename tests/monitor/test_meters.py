@@ -30,9 +30,8 @@ class HeldSender(Sender):
 
 
 def transmit(channel, meter, message_id, x):
-    SendingEnd(channel, HeldSender(), HeldSender(), CodecStream(), observers=[meter]).transmit(
-        [x], message_id
-    )
+    end = SendingEnd(channel, HeldSender(), HeldSender(), CodecStream(), observers=[meter])
+    end.transmit([x], message_id)
 
 
 @pytest.mark.parametrize("bad, share", [(math.inf, 0.5), (math.nan, 0.5), (1.0, 0.0)])
@@ -119,25 +118,16 @@ def test_a_loss_scale_makes_no_share_smaller():
 
 
 def test_where_there_is_nothing_to_compare():
-    assert residual_values(channel("backward", {0: {}}), 1.0) == {
-        "residual_norm": 0,
-        "residual_share": 0,
-        "buffer_bytes": 0,
-    }
+    nothing = {"residual_norm": 0, "residual_share": 0, "buffer_bytes": 0}
+    assert residual_values(channel("backward", {0: {}}), 1.0) == nothing
     memory = {0: {"backward/sender/ef": torch.ones(1)}}
     for norm in (0.0, math.nan):
         assert math.isnan(residual_values(channel("backward", memory), norm)["residual_share"])
 
 
 COARSE = {"codec": {"name": "topk", "density": 0.02}}
-FINE = {
-    "message_norm": 1.0,
-    "token_error": 0.01,
-    "gradient_error": 0.0,
-    "residual_share": 0.0,
-    "nonfinite_share": 0.0,
-    "lost_rows": 0.0,
-}
+FINE = {"message_norm": 1.0, "token_error": 0.01}
+FINE |= dict.fromkeys(("gradient_error", "residual_share", "nonfinite_share", "lost_rows"), 0.0)
 
 
 def over(values, before=FINE, direction="forward", **limits):
@@ -280,9 +270,7 @@ def test_few_messages_tell_a_large_bias(messages):
     assert accumulated(through(DEAD_ZONE), messages).value > 0.3
 
 
-@pytest.mark.parametrize(
-    "scale, dtype", [(1e-30, torch.float32), (1e25, torch.float32), (1.0, torch.bfloat16)]
-)
+@pytest.mark.parametrize("scale, dtype", [(1e-30, torch.float32), (1e25, torch.float32), (1, torch.bfloat16)])
 def test_units_do_not_matter(scale, dtype):
     def scaled(number):
         return (scale * gradients(number)).to(dtype)

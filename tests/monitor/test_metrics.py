@@ -7,17 +7,9 @@ from pathlib import Path
 import pytest
 
 from ds_compress.config import DIRECTIONS, Config
+from ds_compress.monitor import metrics
 from ds_compress.monitor.lines import announcement, summary
-from ds_compress.monitor.metrics import (
-    CHANNEL,
-    DASHBOARD,
-    EVALUATIONS,
-    EXCHANGE,
-    PIPELINE,
-    stage_ms,
-    transfer_ms,
-    uncompressed_step_ms,
-)
+from ds_compress.monitor.metrics import CHANNEL, PIPELINE, stage_ms, uncompressed_step_ms
 from ds_compress.monitor.progress import LINES, Progress
 
 
@@ -26,7 +18,7 @@ def test_transfer_time_needs_no_common_clock(skew):
     """Packets of 3000 and 1000 bytes that take 30 and 10 ms; the receiver was late for some."""
     sent = {"forward": [0.0, 50.0, 60.0], "backward": [100.0 + skew, 150.0 + skew, 200.0 + skew]}
     arrived = {"forward": [30.0 + skew, 95.0 + skew, 110.0 + skew], "backward": [140.0, 160.0, 900.0]}
-    found = transfer_ms(sent, arrived, {"forward": 3000.0, "backward": 1000.0})
+    found = metrics.transfer_ms(sent, arrived, {"forward": 3000.0, "backward": 1000.0})
     assert found == pytest.approx({"forward": 30.0, "backward": 10.0})
 
 
@@ -51,7 +43,7 @@ def test_estimate_of_the_uncompressed_step():
 
 
 def test_dashboards_show_every_quantity_once():
-    shown = [name for names in DASHBOARD.values() for name in names]
+    shown = [name for names in metrics.DASHBOARD.values() for name in names]
     assert sorted(shown) == sorted([*CHANNEL, *PIPELINE])
 
 
@@ -59,7 +51,7 @@ def test_the_page_on_metrics_explains_every_label():
     """A second table had other words for the same labels."""
     page = Path(__file__).parents[2] / "docs" / "metrics.md"
     explained = re.findall(r"^\| `[\w/]+/(\w+)` \|", page.read_text(), re.MULTILINE)
-    assert explained == [*CHANNEL, *PIPELINE, *EXCHANGE, *EVALUATIONS]
+    assert explained == [*CHANNEL, *PIPELINE, *metrics.EXCHANGE, *metrics.EVALUATIONS]
 
 
 def channels(raw, wire, count=1):
@@ -79,10 +71,9 @@ def test_boundaries_alike_are_named_once():
     config = Config({"boundaries": {"1": {"forward": {"codec": "bf16"}}}})
     line = announcement(config, channels(400, 200, 4), "eager", lambda place: "tensor 0 compressed", {})
     message = line.split("per message: ")[1]
-    none = (
-        "forward none 400 -> 200 bytes (2.00x) [tensor 0 compressed], backward none 400 -> 200 bytes (2.00x) "
-    )
-    assert message.startswith(f"boundaries 0, 2, 3: {none}[as forward]; boundary 1: forward bf16 400 -> 200")
+    none = "none 400 -> 200 bytes (2.00x)"
+    others = f"boundaries 0, 2, 3: forward {none} [tensor 0 compressed], backward {none} [as forward]; "
+    assert message.startswith(f"{others}boundary 1: forward bf16 400 -> 200")
 
 
 def test_a_log_file_gets_a_line_every_few_percent():

@@ -17,18 +17,11 @@ from ds_compress.message.clock import HostClock
 from ds_compress.message.meters import SendingMeter
 from ds_compress.monitor import lines, monitor
 from ds_compress.monitor.metrics import CHANNEL, PIPELINE, PREFIX, label
+from tests.calls import wrapped
+from tests.support import pipeline
 from tests.support.launch_scripts import read_run
 from tests.support.offline_wandb import read_offline
-from tests.support.pipeline import (
-    MICRO_BATCH,
-    MICRO_BATCHES,
-    batches,
-    build,
-    ds_config,
-    log_lines,
-    same_weights,
-    weights,
-)
+from tests.support.pipeline import MICRO_BATCH, MICRO_BATCHES, batches, build, ds_config, same_weights
 from tests.support.pipeline_kinds import KINDS
 from tests.support.ranks import run_ranks
 
@@ -55,22 +48,17 @@ def train_and_count(stages, config):
     losses, counted = [], []
     for _ in range(STEPS):
         losses.append(engine.train_batch(data).item())
-        counted.append(
-            {
-                (channel.boundary.number, channel.direction): (
-                    channel.sent.raw_bytes,
-                    channel.sent.wire_bytes,
-                )
-                for channel in engine.ds_compress.stage.sending
-            }
-        )
+        channels = engine.ds_compress.stage.sending
+        sending = {(each.boundary.number, each.direction): each.sent for each in channels}
+        counted.append({place: (sent.raw_bytes, sent.wire_bytes) for place, sent in sending.items()})
     if config.get("wandb") and engine.global_rank == 0:
         import wandb
 
         wandb.finish()
         wandb.teardown()  # waits for the process that writes the file
     monitor = engine.ds_compress.monitor
-    return {"losses": losses, "weights": weights(engine), "counted": counted, "summary": monitor.summary()}
+    own = {"losses": losses, "weights": pipeline.weights(engine)}
+    return {**own, "counted": counted, "summary": monitor.summary()}
 
 
 def charts(folder):
@@ -79,9 +67,8 @@ def charts(folder):
     from tensorboard.plugins.custom_scalar import layout_pb2
 
     events = EventAccumulator(str(folder)).Reload()
-    layout = layout_pb2.Layout.FromString(
-        events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
-    )
+    (config,) = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val
+    layout = layout_pb2.Layout.FromString(config)
     return [tag for category in layout.category for chart in category.chart for tag in chart.multiline.tag]
 
 
@@ -123,9 +110,8 @@ def test_sinks_hold_what_the_channels_counted(stages, tmp_path, monkeypatch):
                 assert all(value == 0 for _, value in rows["nonfinite_share"])
                 for name in ("residual_norm", "residual_share"):  # ef keeps one, ef21 does not
                     assert (rows[name][-1][1] > 0) == (direction == "backward")
-    assert set(charts(tmp_path / "tensorboard")) == {
-        label for label in found["tensorboard"] if label.startswith("Train/Compression/")
-    }
+    ours = {name for name in found["tensorboard"] if name.startswith("Train/Compression/")}
+    assert set(charts(tmp_path / "tensorboard")) == ours
     assert settings["ds_compress"]["forward"]["name"] == "quantize"
     total = sum(sum(wire for _, wire in rank["counted"][-1].values()) for rank in first_replica)
     assert f"{total / 1e3:,.1f} kB sent instead of" in ranks[0]["summary"] and "waited" in ranks[0]["summary"]
@@ -146,18 +132,8 @@ def test_watching_changes_nothing(feedback, tmp_path):
     assert not quiet[0]["summary"]
 
 
-COLLECTIVES = (
-    "all_reduce",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_to_all_single",
-    "reduce_scatter_tensor",
-    "barrier",
-)
+COLLECTIVES = ["all_reduce", "broadcast", "reduce", "gather", "scatter", "all_gather", "barrier"]
+COLLECTIVES += ["all_gather_into_tensor", "all_to_all_single", "reduce_scatter_tensor"]
 
 
 def train_counting_work(config):
@@ -165,11 +141,7 @@ def train_counting_work(config):
     counts = dict.fromkeys((*COLLECTIVES, "clock"), 0)
 
     def counting(name, original):
-        def call(*args, **kwargs):
-            counts[name] += 1
-            return original(*args, **kwargs)
-
-        return call
+        return wrapped(original, before=lambda *args, **options: counts.update({name: counts[name] + 1}))
 
     engine = build(2, config)
     for name in COLLECTIVES:
@@ -284,13 +256,13 @@ def resize(engine, step):
 
 def train(config, before_step=keep, **options):
     """Losses, weights and warnings of one engine; `before_step` is called with engine and step."""
-    warnings = log_lines()
+    warnings = pipeline.log_lines()
     engine = build(2, config, **options)
     data, losses = batches(engine.grid.get_data_parallel_id()), []
     for step in range(LONGER):
         before_step(engine, step)
         losses.append(engine.train_batch(data).item())
-    return {"losses": losses, "weights": weights(engine), "warnings": [*warnings]}
+    return {"losses": losses, "weights": pipeline.weights(engine), "warnings": [*warnings]}
 
 
 def same(mine, stock):
@@ -389,10 +361,8 @@ BREAKS = {
     "nothing": contextlib.nullcontext,
     "sink": full_disk,
     "output": closed_output,
-    "run": lambda: mock.patch.object(monitor, "record_settings", mock.Mock(side_effect=OSError("W&B"))),
-    "layout": lambda: mock.patch.object(
-        monitor, "add_tensorboard_layout", mock.Mock(side_effect=OSError("disk"))
-    ),
+    "run": lambda: mock.patch.object(monitor, "record_settings", side_effect=OSError("W&B")),
+    "layout": lambda: mock.patch.object(monitor, "add_tensorboard_layout", side_effect=OSError("disk")),
     "sender's values": lambda: on_rank(1, meters.SendingMeter, "values"),
     "receiver's values": lambda: on_rank(0, meters.ReceivingMeter, "values"),
     "stamps": lambda: on_rank(1, meters.ReceivingMeter, "stamps"),

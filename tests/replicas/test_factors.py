@@ -22,13 +22,8 @@ SHAPES = (192, 96), (201, 97), (64, 3, 10, 10)
 
 
 def block(rank=4, dtype="fp32", feedback="ef", **options):
-    return {
-        "replicas": {
-            "codec": {"name": "lowrank", "rank": rank, "dtype": dtype},
-            "feedback": feedback,
-            **options,
-        }
-    }
+    codec = {"name": "lowrank", "rank": rank, "dtype": dtype}
+    return {"replicas": {"codec": codec, "feedback": feedback, **options}}
 
 
 def averages(feedback, dtype, rank_of_mean, steps):

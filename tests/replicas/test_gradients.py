@@ -9,7 +9,6 @@ import torch
 
 from ds_compress.codec import TensorSpec
 from ds_compress.config.replicas import ReplicasOptions, build_replica_codec
-from ds_compress.errors import CompressionError
 from ds_compress.feedback.state import residuals
 from ds_compress.replicas.exchange import Exchange
 from ds_compress.replicas.slices import GRADIENT, MIN_NUMEL, Gradient, Slice, Slices
@@ -17,26 +16,15 @@ from ds_compress.replicas.transfers import Replicas
 from tests.support.pipeline import batches, build, ds_config
 from tests.support.pipeline_kinds import fp16_on_cpu
 from tests.support.ranks import run_ranks
-from tests.support.replicas import (
-    FP16,
-    KINDS,
-    SPECS,
-    WIDE,
-    assert_alike,
-    run_replicas,
-    train_replicas,
-    wide_layers,
-)
+from tests.support.refusals import refusal
+from tests.support.replicas import KINDS, SPECS, WIDE, assert_alike, run_replicas, train_replicas, wide_layers
 
-ZERO_OPTIONS = [
-    {"reduce_scatter": False},
-    {"contiguous_gradients": False},
-    {"use_multi_rank_bucket_allreduce": False},
-    {"reduce_bucket_size": 20_000},
-]
+SWITCHES = ("reduce_scatter", "contiguous_gradients", "use_multi_rank_bucket_allreduce")
+ZERO_OPTIONS = [{"reduce_bucket_size": 20_000}, *({switch: False} for switch in SWITCHES)]
 """Ways of ZeRO-1 to its all-reduce."""
 
 QUANTIZE = {"codec": {"name": "quantize", "bits": 4}}
+EIGHT_BITS = {"name": "quantize", "bits": 8}
 
 
 def block(**replicas):
@@ -60,12 +48,8 @@ def test_none_is_deepspeeds_all_reduce(kind, stages, replicas):
 
 def difference(results, others):
     """The largest difference of weights, over the largest change in training that SGD made of them."""
-    pairs = [
-        (ours["weights"][k], theirs["weights"][k])
-        for ours, theirs in zip(results, others)
-        for k in ours["weights"]
-        if k != "start"
-    ]
+    weights = [(ours["weights"], theirs["weights"]) for ours, theirs in zip(results, others)]
+    pairs = [(ours[name], theirs[name]) for ours, theirs in weights for name in ours if name != "start"]
     return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
 
 
@@ -109,8 +93,7 @@ def test_experts_are_averaged_over_their_own_replicas():
     """Ranks 0 and 2 have one expert, 1 and 3 the other: DeepSpeed averages these, in groups of their own."""
     config = ds_config(None, replicas=4)
     stock = run_replicas(1, 4, config, 1, "experts")
-    compressed = {**config, "ds_compress": block(codec={"name": "quantize", "bits": 8})}
-    ours = run_replicas(1, 4, compressed, 1, "experts")
+    ours = run_replicas(1, 4, {**config, "ds_compress": block(codec=EIGHT_BITS)}, 1, "experts")
     for rank, (own, exact) in enumerate(zip(ours, stock)):
         assert own["sent"]
         for name, value in own["weights"].items():
@@ -141,9 +124,7 @@ def test_a_stage_may_have_no_large_matrix(kind):
 def test_every_way_of_zero(kind, options):
     config = ds_config(None, replicas=2, **{**KINDS[kind], "zero_optimization": {"stage": 1, **options}})
     stock = run_replicas(1, 2, config, 4, "none")
-    ours = run_replicas(
-        1, 2, {**config, "ds_compress": block(codec={"name": "quantize", "bits": 8})}, 4, "none"
-    )
+    ours = run_replicas(1, 2, {**config, "ds_compress": block(codec=EIGHT_BITS)}, 4, "none")
     assert_alike(ours)
     assert all(each["sent"] for each in ours) and 0 < difference(ours, stock) < 0.01
 
@@ -153,9 +134,8 @@ def test_every_way_of_zero(kind, options):
 @pytest.mark.extended(keep=1)
 def test_overflows_skip_the_steps_that_deepspeed_skips(stages, feedback):
     """I4. The last step overflows as well, in one replica alone; residuals are in units without the scale."""
-    config = ds_config(
-        None, replicas=2, **{**KINDS["fp16 zero 1"], "fp16": {**FP16["fp16"], "initial_scale_power": 24}}
-    )
+    kind = KINDS["fp16 zero 1"]
+    config = ds_config(replicas=2, **{**kind, "fp16": {**kind["fp16"], "initial_scale_power": 24}})
     overflows = (14, 17, 19)
     stock = run_replicas(stages, 2, config, 20, "wide", overflows)
     ours = run_replicas(stages, 2, {**config, "ds_compress": block(feedback=feedback)}, 20, "wide", overflows)
@@ -210,17 +190,17 @@ def test_residuals_of_a_checkpoint_survive_a_skipped_first_step():
 PARTS = (7_000, 20_001, 256)  # values of parameters, each a bucket of its own
 
 
+def exchange_of_all(bucket_bytes, **options):
+    """An exchange of all ranks, with checksums; this rank, and their number."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    codec = build_replica_codec(ReplicasOptions(**options), "x")
+    replicas = Replicas(size, rank, [torch.distributed.group.WORLD])
+    return Exchange(replicas, codec, bucket_bytes, 1234, True), rank, size
+
+
 def sums(codec, feedback, steps, owner):
     """What the replicas put in, what came out, and the residuals left: all should add up."""
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    options = ReplicasOptions(codec=codec, feedback=feedback)
-    exchange = Exchange(
-        Replicas(size, rank, [torch.distributed.group.WORLD]),
-        build_replica_codec(options, "x"),
-        1,
-        1234,
-        True,
-    )
+    exchange, rank, size = exchange_of_all(1, codec=codec, feedback=feedback)
     generator = torch.Generator().manual_seed(rank)
     given, came = torch.zeros(sum(PARTS), dtype=torch.float64), torch.zeros(sum(PARTS), dtype=torch.float64)
     outputs = []
@@ -295,15 +275,7 @@ def test_stages_draw_different_bits():
 
 def exchange_damaged(damage):
     """The error of an exchange in which the packets of replica 1 are damaged on their way."""
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    options = ReplicasOptions(codec="quantize")
-    exchange = Exchange(
-        Replicas(size, rank, [torch.distributed.group.WORLD]),
-        build_replica_codec(options, "x"),
-        10**6,
-        1,
-        True,
-    )
+    exchange, _, size = exchange_of_all(10**6, codec="quantize")
     stock = torch.distributed.all_to_all_single
 
     def damaged(received, packets, *args, **kwargs):
@@ -313,23 +285,15 @@ def exchange_damaged(damage):
         return work
 
     torch.distributed.all_to_all_single = damaged
-    try:
-        exchange.average([Gradient(0, torch.randn(20_000))], 1 / size, 1.0, 5)
-    except CompressionError as error:
-        return str(error)
+    return refusal(exchange.average, [Gradient(0, torch.randn(20_000))], 1 / size, 1.0, 5)
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (0, "not a packet"),
-        (8, "its step is 4, expected 5"),
-        (6, "its slice is"),
-        (20, "fingerprint"),
-        (99, "damaged"),
-    ],
-)
+SAID = {0: "not a packet", 8: "step is 4, expected 5", 6: "its slice is", 20: "fingerprint", 99: "damaged"}
+"""By the byte that is damaged."""
+
+
+@pytest.mark.parametrize("damage", SAID)
 @pytest.mark.extended(keep=2)
-def test_other_packets_are_refused(damage, words):
+def test_other_packets_are_refused(damage):
     for error in run_ranks(2, exchange_damaged, damage):
-        assert "replica 1" in error and words in error
+        assert "replica 1" in error and SAID[damage] in error

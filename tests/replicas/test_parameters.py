@@ -35,13 +35,8 @@ def block(parameters, **changes):
 @pytest.mark.extended(keep=2)
 def test_replicas_stay_alike(zero, specs, bits, stages, replicas):
     """I1, and tied copies over stages too: `Projection` is in the first and in the last stage."""
-    config = ds_config(
-        block(bits, feedback="loco"),
-        replicas=replicas,
-        gradient_clipping=0.1,
-        **(ZERO_1 if zero else {}),
-        **BF16,
-    )
+    settings = {"replicas": replicas, "gradient_clipping": 0.1, **(ZERO_1 if zero else {}), **BF16}
+    config = ds_config(block(bits, feedback="loco"), **settings)
     results = run_replicas(stages, replicas, config, 6, specs)
     assert_alike(results)
     assert all(each["sent"] for each in results)
@@ -107,9 +102,8 @@ def gathered(bucket_bytes):
     exchange = ParameterExchange(replicas, codec, bucket_bytes, sent, seed=1, has_checksum=False)
     sizes = [40_000, *[4100, 333] * 18]
     ends = itertools.accumulate(sizes, initial=0)
-    ranges = [
-        Range(start, n, None if n == 333 else at, 100) for at, (start, n) in enumerate(zip(ends, sizes))
-    ]
+    places = enumerate(zip(ends, sizes))
+    ranges = [Range(start, n, None if n == 333 else at, 100) for at, (start, n) in places]
     flat = torch.zeros(-(-sum(sizes) // 12) * 12)  # padded
     for step in range(2):
         new = torch.randn(flat.numel(), generator=generator)

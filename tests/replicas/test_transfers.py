@@ -49,17 +49,9 @@ def test_several_connections_change_no_bit(name, monkeypatch):
     stages, replicas, block = CASES[name]
     kind, _, specs = name.partition(", ")
     config = ds_config(None, replicas=replicas, **KINDS[kind])
-    one, several = (
-        run_ranks(
-            stages * replicas,
-            train_and_count,
-            stages,
-            {**config, "ds_compress": {**block, **changes}},
-            4,
-            specs or "wide",
-        )
-        for changes in ({}, SEVERAL)
-    )
+    configs = [{**config, "ds_compress": {**block, **changes}} for changes in ({}, SEVERAL)]
+    options = [(stages, own, 4, specs or "wide") for own in configs]
+    one, several = (run_ranks(stages * replicas, train_and_count, *own) for own in options)
     assert_alike([result for result, _ in several])
     for (result, before), (same, transfers) in zip(one, several):
         assert same["digests"] == result["digests"] and same["losses"] == result["losses"]
@@ -80,9 +72,8 @@ def choose():
 
     controller.probe = probe
     with printed_lines("connections ") as lines:
-        engine = build(
-            1, ds_config({"replicas": FOUR_BITS, "link": {"connections": "auto"}}, replicas=3), wide_layers()
-        )
+        block = {"replicas": FOUR_BITS, "link": {"connections": "auto"}}
+        engine = build(1, ds_config(block, replicas=3), wide_layers())
         data = batches(engine.grid.get_data_parallel_id(), shape=(8, WIDE))
         for _ in range(3):
             engine.train_batch(data)
