@@ -62,21 +62,11 @@ def test_text_is_learned_whole_and_completions_alone():
 
 
 def test_of_a_conversation_what_the_assistant_says_is_learned():
-    message = [("user", "the cat"), ("assistant", "sees"), ("user", "the dog"), ("assistant", "hears a bird")]
+    message = [("user", "the cat"), ("assistant", "sees"), ("user", "the dog"), ("assistant", "hears")]
     record = {"messages": [{"role": role, "content": content} for role, content in message]}
     whole, learned = one(record)
-    assert whole == (
-        "<user> the cat </s> <assistant> sees </s> <user> the dog </s> <assistant> hears a bird </s>"
-    )
-    assert learned == "sees </s> hears a bird </s>"
-
-
-def test_a_template_that_rewrites_what_came_before_is_refused():
-    known = tokenizer()
-    known.chat_template = "{% for m in messages %}{% if loop.last %}{{ m['content'] }}{% endif %}{% endfor %}"
-    record = {"messages": [{"role": "user", "content": "a cat"}, {"role": "assistant", "content": "sees"}]}
-    with pytest.raises(CompressionError, match="record 0: message 1: the chat template"):
-        list(tokenize([record], known, "data.train"))
+    assert whole == "<user> the cat </s> <assistant> sees </s> <user> the dog </s> <assistant> hears </s>"
+    assert learned == "sees </s> hears </s>"
 
 
 def test_a_record_of_no_known_kind_is_refused():
@@ -94,10 +84,7 @@ def said(*content):
     ("record", "expected"),
     [
         ({"messages": "the cat"}, "messages: 'the cat' is not allowed: should be a list of {role, content}"),
-        (
-            {"messages": ["the cat"]},
-            "messages: 'the cat' is not allowed: should be a list of {role, content}",
-        ),
+        ({"messages": ["a"]}, "messages: 'a' is not allowed: should be a list of {role, content}"),
         ({"messages": None}, "messages: null is not allowed: should be a list of {role, content}"),
         ({"messages": [{"content": "the cat"}]}, "message 0: role: null is not allowed: should be text"),
         (said("a", None), "message 1: content: null is not allowed: should be text"),
@@ -120,15 +107,19 @@ def test_keys_of_other_records_may_be_null():
     assert words(document)[1]
 
 
-@pytest.mark.parametrize(
-    "template", ["{% for m in %}", "{{ messages[0].a.b }}", "{{ raise_exception('no') }}"]
-)
-def test_a_template_that_fails_is_named(template):
+REWRITES = "{% for m in messages %}{% if loop.last %}{{ m['content'] }}{% endif %}{% endfor %}"
+FAIL = ["{% for m in %}", "{{ messages[0].a.b }}", "{{ raise_exception('no') }}"]
+
+
+@pytest.mark.parametrize("template", [*FAIL, REWRITES])
+def test_a_template_that_fails_or_rewrites_what_came_before_is_named(template):
     """It was a traceback of Jinja."""
     known = tokenizer()
     known.chat_template = template
-    with pytest.raises(CompressionError, match=r"^here: record 0: cannot be tokenized: \w+Error: "):
-        list(tokenize([said("a cat")], known, "here"))
+    record = {"messages": [{"role": "user", "content": "a cat"}, {"role": "assistant", "content": "sees"}]}
+    reason = "message 1: the chat template" if template == REWRITES else r"cannot be tokenized: \w+Error: "
+    with pytest.raises(CompressionError, match=f"^here: record 0: {reason}"):
+        list(tokenize([record], known, "here"))
 
 
 def test_text_files_are_cut_where_it_is_said():

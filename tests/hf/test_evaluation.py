@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from ds_compress.cli import main
 from ds_compress.hf.settings import LearningRate, read_settings
 from ds_compress.hf.training import FinetuneRun
+from tests.calls import wrapped
 from tests.support.finetuning import BLOCK, DS_CONFIG, losses, prepare
 from tests.support.offline_wandb import read_offline
 from tests.support.ranks import run_ranks
@@ -41,9 +42,8 @@ def test_a_run_ends_when_it_learns_nothing_and_keeps_the_best(tmp_path, capsys):
     assert run_ranks(2, run, path, 20, [4.2, 4.2])[0][3] == 8  # started again, it has ended already
     for name, options in (("best", ["--best"]), ("last", [])):
         assert main(["merge", str(out), "--to", str(tmp_path / name), *options]) == 0
-    best, last = (
-        load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("best", "last")
-    )
+    file = "adapter/adapter_model.safetensors"
+    best, last = (load_file(tmp_path / name / file) for name in ("best", "last"))
     assert best.keys() == last.keys()
     assert not any(torch.equal(best[name], last[name]) for name in best)
 
@@ -111,13 +111,11 @@ def test_a_warmup_may_be_a_share_of_the_steps():
 def stopped_after(path, steps):
     """Save after so many steps of 6, and end as if killed."""
     done = FinetuneRun(read_settings(path).model_copy(update={"steps": 6}))
-    save = done._save
 
-    def save_and_stop():
-        save()
+    def stop():
         if done.engine.global_steps == steps:
             raise KeyboardInterrupt
 
-    done._save = save_and_stop
+    done._save = wrapped(done._save, after=stop)
     with pytest.raises(KeyboardInterrupt):
         done.run()

@@ -12,16 +12,8 @@ from ds_compress.cli import main
 from ds_compress.hf.merge import merge
 from ds_compress.hf.settings import read_settings
 from ds_compress.hf.training import FinetuneRun
-from tests.support.finetuning import (
-    DS_CONFIG,
-    copy_of,
-    finetune,
-    losses,
-    perplexities,
-    perplexity,
-    plain_run,
-    prepare,
-)
+from tests.support import finetuning
+from tests.support.finetuning import copy_of, losses, perplexities, plain_run, prepare
 from tests.support.interpreters import TRAINING, interpreter
 from tests.support.ranks import run_ranks
 
@@ -39,9 +31,8 @@ def test_perplexity_falls_and_progress_is_told(run):
     assert after < 0.95 * before
     lines = [line for line in output.splitlines() if line.startswith("training:")]
     assert len(lines) == 6
-    assert re.fullmatch(
-        r"training: 6/6 steps, 00:00 left loss=\d\.\d{4} tokens/s=\d+ ratio=3\.\d\dx", lines[-1]
-    )
+    last = r"training: 6/6 steps, 00:00 left loss=\d\.\d{4} tokens/s=\d+ ratio=3\.\d\dx"
+    assert re.fullmatch(last, lines[-1])
     assert sorted(losses(path.parent / "out")) == [1, 2, 3, 4, 5, 6]
 
 
@@ -50,7 +41,8 @@ def test_perplexity_falls_and_progress_is_told(run):
 def test_every_launcher_trains_the_same(run, tmp_path, launcher):
     path, output = run
     copy = copy_of(path, tmp_path / "copy")
-    assert perplexities(finetune(launcher, copy, python=interpreter(TRAINING)).stderr) == perplexities(output)
+    done = finetuning.finetune(launcher, copy, python=interpreter(TRAINING))
+    assert perplexities(done.stderr) == perplexities(output)
     assert losses(copy.parent / "out") == losses(path.parent / "out")
 
 
@@ -59,11 +51,10 @@ def test_the_merged_model_has_the_same_perplexity(run, tmp_path, capsys):
     merged = tmp_path / "merged"
     assert main(["merge", str(path.parent / "out"), "--to", str(merged)]) == 0
     plain = AutoModelForCausalLM.from_pretrained(merged)
-    assert perplexity(path, plain) == pytest.approx(perplexities(output)[1], rel=1e-5)
+    assert finetuning.perplexity(path, plain) == pytest.approx(perplexities(output)[1], rel=1e-5)
 
-    adapted = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(path.parent / "model"), str(merged / "adapter")
-    )
+    base = AutoModelForCausalLM.from_pretrained(path.parent / "model")
+    adapted = PeftModel.from_pretrained(base, str(merged / "adapter"))
     ids = torch.arange(20)[None]
     torch.testing.assert_close(adapted(ids).logits, plain(ids).logits, rtol=1e-5, atol=1e-5)
     assert main(["merge", str(path.parent / "out"), "--to", str(merged)]) == 2
@@ -83,7 +74,7 @@ def trained(path, steps):
 
 
 def start(folder, steps, **changes):
-    config = {**DS_CONFIG, "optimizer": ADAM}
+    config = {**finetuning.DS_CONFIG, "optimizer": ADAM}
     path = prepare(folder, lora=None, save_every=STEPS // 2, eval_sequences=2, ds_config=config, **changes)
     weights = run_ranks(2, trained, path, steps)
     return path, weights[0] | weights[1]

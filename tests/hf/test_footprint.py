@@ -22,11 +22,8 @@ from tests.support.ranks import run_ranks
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 512, "num_hidden_layers": 4}
 SEQUENCES, LENGTH, MICRO_BATCHES = 2, 64, 3
-DS_CONFIG = {
-    "train_micro_batch_size_per_gpu": SEQUENCES,
-    "gradient_accumulation_steps": MICRO_BATCHES,
-    "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
-}
+DS_CONFIG = {"train_micro_batch_size_per_gpu": SEQUENCES, "gradient_accumulation_steps": MICRO_BATCHES}
+DS_CONFIG |= {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}}}
 
 
 def storage_bytes(tensors):
@@ -35,19 +32,12 @@ def storage_bytes(tensors):
 
 def measure(settings):
     """Bytes of parameters, of optimizer state, and of the peak of a step, as PyTorch accounts for them."""
-    module = pipeline_module(
-        settings.model,
-        settings.stages,
-        settings.lora and LoraConfig(r=settings.lora.r, target_modules="all-linear"),
-        quantize=settings.quantize,
-        positions=True,
-        activation_checkpoint_interval=settings.activation_checkpoint_interval,
-    )
+    lora = settings.lora and LoraConfig(r=settings.lora.r, target_modules="all-linear")
+    options = {"activation_checkpoint_interval": settings.activation_checkpoint_interval, "positions": True}
+    module = pipeline_module(settings.model, settings.stages, lora, quantize=settings.quantize, **options)
     trained = [p for p in module.parameters() if p.requires_grad]
-    size = SEQUENCES * MICRO_BATCHES
-    engine, *_ = deepspeed.initialize(
-        model=module, config=ds_config(**DS_CONFIG, train_batch_size=size), model_parameters=trained
-    )
+    config = ds_config(**DS_CONFIG, train_batch_size=SEQUENCES * MICRO_BATCHES)
+    engine, *_ = deepspeed.initialize(model=module, config=config, model_parameters=trained)
     ids = torch.randint(SHAPE["vocab_size"], (SEQUENCES, LENGTH))
     batches = [((ids, torch.arange(LENGTH).repeat(SEQUENCES, 1)), ids)] * MICRO_BATCHES
     engine.train_batch(iter(batches))  # makes the state of the optimizer
@@ -67,16 +57,10 @@ def measure(settings):
 
 
 LARGER = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 1024}
-CASES = {
-    "lora": {"lora": {"r": 8}},
-    "nf4": {"lora": {"r": 8}, "quantize": "nf4"},
-    "int8": {"lora": {"r": 8}, "quantize": "int8"},
-    "torchao": {"lora": {"r": 8}},
-    "torchao, 4 bits": {"lora": {"r": 8}},
-    "int8, recomputed": {"lora": {"r": 8}, "quantize": "int8", "activation_checkpoint_interval": 1},
-    "recomputed": {"lora": {"r": 8}, "activation_checkpoint_interval": 1},
-    "all parameters": {},
-}
+LORA, RECOMPUTED = {"lora": {"r": 8}}, {"activation_checkpoint_interval": 1}
+CASES = {"lora": LORA, "nf4": {**LORA, "quantize": "nf4"}, "int8": {**LORA, "quantize": "int8"}}
+CASES |= {"torchao": LORA, "torchao, 4 bits": LORA, "all parameters": {}}
+CASES |= {f"{case}, recomputed": CASES[case] | RECOMPUTED for case in ("lora", "int8")}
 
 
 @pytest.mark.extended(keep=3)
@@ -90,38 +74,24 @@ def test_memory_is_as_predicted(tmp_path, family, case, shape):
     AutoModelForCausalLM.from_config(given, dtype=torch.float32).save_pretrained(tmp_path)
     if case.startswith("torchao"):
         load(tmp_path, case).save_pretrained(tmp_path)
-    settings = Settings(
-        model=str(tmp_path),
-        out="",
-        data={"train": ""},
-        ds_config=DS_CONFIG,
-        sequence_length=LENGTH,
-        **CASES[case],
-    )
+    options = {"sequence_length": LENGTH, **CASES[case]}
+    settings = Settings(model=str(tmp_path), out="", data={"train": ""}, ds_config=DS_CONFIG, **options)
     predicted = predict_footprint(settings, read_config(tmp_path))
     for own, (fixed, peak) in zip(predicted, run_ranks(2, measure, settings)):
         assert own.total == pytest.approx(fixed + peak, rel=0.15)
 
 
-LLAMA_8B = LlamaConfig(
-    dtype="bfloat16", vocab_size=128256, intermediate_size=14336, num_key_value_heads=8, num_hidden_layers=2
-)
+SIZES_8B = {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8}
+LLAMA_8B = LlamaConfig(dtype="bfloat16", num_hidden_layers=2, **SIZES_8B)
 """With two layers of 32; the other sizes are the defaults."""
 
 
 def advise(capsys, folder, *options, **changes):
     """Code, rows and error of a run of an 8B model, of which there is a config alone."""
     LLAMA_8B.save_pretrained(folder)
-    settings = {
-        "model": str(folder),
-        "out": "out",
-        "data": {"train": "text.jsonl"},
-        "lora": {"r": 16},
-        "quantize": "nf4",
-        "ds_config": {**DS_CONFIG, "gradient_accumulation_steps": 16},
-        **changes,
-    }
-    (folder / "train.json").write_text(json.dumps(settings))
+    settings = {"model": str(folder), "out": "out", "data": {"train": "text.jsonl"}, "lora": {"r": 16}}
+    settings |= {"quantize": "nf4", "ds_config": {**DS_CONFIG, "gradient_accumulation_steps": 16}}
+    (folder / "train.json").write_text(json.dumps(settings | changes))
     words = ["--finetune", str(folder / "train.json"), "--tflops", "30", "--gbps", "1", "--codec-gbps", "50"]
     code = main(["advise", *words, *options])
     out, err = capsys.readouterr()
@@ -156,11 +126,8 @@ def test_what_does_not_fit_is_said_with_what_to_do(tmp_path, capsys):
     assert advise(capsys, tmp_path, "--stages", "2")[2].endswith(
         "--stages, --shape, --micro-batches: not allowed with --finetune, whose train.json says them\n"
     )
-    ds_config = {"gradient_accumulation_steps": 16}
-    assert (
-        "train.json.ds_config.train_micro_batch_size_per_gpu: should be 1 or more; came None"
-        in advise(capsys, tmp_path, ds_config=ds_config)[2]
-    )
+    _, _, err = advise(capsys, tmp_path, ds_config={"gradient_accumulation_steps": 16})
+    assert "train.json.ds_config.train_micro_batch_size_per_gpu: should be 1 or more; came None" in err
     assert advise(capsys, tmp_path, model="nowhere")[2].endswith(
         "nowhere: config.json is missing; should be the folder of a Transformers model, or of its "
         "config.json alone (hf download NAME config.json --local-dir FOLDER)\n"

@@ -52,62 +52,39 @@ def path(prepared):
     prepared.write_text(content)
 
 
+ONE_SCHEDULE = {"lr_schedule": {"name": "linear"}}
+ANOTHER_SCHEDULE = {"ds_config": {**DS_CONFIG, "scheduler": {"type": "WarmupLR", "params": {}}}}
 REFUSED = {
-    # they once ended in IndexError and a lost peer
-    "sequences longer than the position table": (
-        {"sequence_length": 65},
-        "train.json.sequence_length: 65 is not allowed: the model's config.json has "
-        '"max_position_embeddings" for 64 tokens; should be at most that',
-    ),
-    # it was said of the tokenizer, which was looked for first, that the hub could not be reached
-    "a model that is not there": (
-        {"model": "nowhere"},
-        "nowhere: model.safetensors is missing; should be the folder of a ",
-    ),
-    # it was an assertion inside DeepSpeed, after the model had been read
-    "ZeRO-2": (
-        {"ds_config": {**DS_CONFIG, "zero_optimization": {"stage": 2}}},
-        "train.json.ds_config.zero_optimization.stage: 2 is not allowed: DeepSpeed's pipelines support 0",
-    ),
-    "fp16 without loss scaling": ({"dtype": "fp16", "lora": None}, 'train.json.dtype: "fp16" needs "fp16": '),
-    # Trainer's word for a number that it works out; DeepSpeed compared it with integers
-    "a batch size that Trainer would set": (
-        {"ds_config": {**DS_CONFIG, "train_micro_batch_size_per_gpu": "auto"}},
-        "train.json.ds_config.train_micro_batch_size_per_gpu: 'auto' is not allowed: should be 1 or more",
-    ),
-    "a rate that Trainer would set": (
-        {"ds_config": {**DS_CONFIG, "optimizer": {"type": "Adam", "params": {"lr": "auto"}}}},
-        "train.json.ds_config.optimizer.params.lr: 'auto' is not allowed: Trainer and accelerate would put",
-    ),
-    "an optimizer that nobody has": (
-        {"ds_config": {**DS_CONFIG, "optimizer": {"type": "AdamX"}}},
-        "train.json.ds_config.optimizer.type: 'AdamX' is not allowed (did you mean 'Adam'?): should be",
-    ),
-    "no optimizer": (
-        {"ds_config": {**DS_CONFIG, "optimizer": None}},
-        "train.json.ds_config.optimizer.type: None is not allowed",
-    ),
-    "a parameter that the optimizer does not have": (
-        {"ds_config": {**DS_CONFIG, "optimizer": {"type": "SGD", "params": {"lr": 1e-3, "beta": 1}}}},
-        "train.json.ds_config: TypeError: SGD.__init__() got an unexpected keyword argument 'beta'",
-    ),
-    "an early stop without evaluations": (
-        {"early_stop": 2},
-        "train.json.early_stop: counts evaluations, but eval_every is 0; set both",
-    ),
-    "two schedules": (
-        {
-            "lr_schedule": {"name": "linear"},
-            "ds_config": {**DS_CONFIG, "scheduler": {"type": "WarmupLR", "params": {}}},
-        },
-        'train.json.lr_schedule: ds_config has a "scheduler", too; leave one of the two out',
-    ),
+    # sequences longer than the position table once ended in IndexError and a lost peer
+    "sequence_length: 65 is not allowed: the model's config.json has "
+    '"max_position_embeddings" for 64 tokens; should be at most that': {"sequence_length": 65},
+    'dtype: "fp16" needs "fp16": ': {"dtype": "fp16", "lora": None},
+    "early_stop: counts evaluations, but eval_every is 0; set both": {"early_stop": 2},
+    'lr_schedule: ds_config has a "scheduler", too; leave one of the two': ONE_SCHEDULE | ANOTHER_SCHEDULE,
 }
+"""Changes of train.json, by what is said."""
+OF_DEEPSPEED = {
+    # it was an assertion inside DeepSpeed, after the model had been read
+    ".zero_optimization.stage: 2 is not allowed: DeepSpeed's": {"zero_optimization": {"stage": 2}},
+    # Trainer's word for a number that it works out; DeepSpeed compared it with integers
+    ".train_micro_batch_size_per_gpu: 'auto' is not allowed": {"train_micro_batch_size_per_gpu": "auto"},
+    ".optimizer.params.lr: 'auto' is": {"optimizer": {"type": "Adam", "params": {"lr": "auto"}}},
+    ".optimizer.type: 'AdamX' is not allowed (did you mean 'Adam'?)": {"optimizer": {"type": "AdamX"}},
+    ".optimizer.type: None is not allowed": {"optimizer": None},
+    ": TypeError: SGD.__init__() got an unexpected": {"optimizer": {"type": "SGD", "params": {"beta": 1}}},
+}
+REFUSED |= {f"ds_config{said}": {"ds_config": DS_CONFIG | changes} for said, changes in OF_DEEPSPEED.items()}
 
 
-@pytest.mark.parametrize("changes, line", REFUSED.values(), ids=REFUSED)
-def test_refusals(path, changes, line):
-    assert refused_with(path, **changes).startswith(line)
+@pytest.mark.parametrize("said", REFUSED)
+def test_refusals(path, said):
+    assert refused_with(path, **REFUSED[said]).startswith(f"train.json.{said}")
+
+
+def test_a_model_that_is_not_there(path):
+    """It was said of the tokenizer, which was looked for first, that the hub could not be reached."""
+    said = "nowhere: model.safetensors is missing; should be the folder of a "
+    assert refused_with(path, model="nowhere").startswith(said)
 
 
 def cut(file):
@@ -139,9 +116,8 @@ def test_weights_that_are_damaged(path, tmp_path, damage):
     model = shutil.copytree(path.parent / "model", tmp_path / "model")
     damage(model / "model.safetensors")
     line = refused_with(path, model=str(model))
-    assert re.match(
-        rf"{model}/model.safetensors(.index.json is damaged: KeyError| is no whole safetensors file: )", line
-    )
+    reason = "(.index.json is damaged: KeyError| is no whole safetensors file: )"
+    assert re.match(f"{model}/model.safetensors{reason}", line)
 
 
 def test_what_one_rank_refuses_is_said_by_the_others(path, tmp_path):
@@ -189,9 +165,8 @@ def test_more_stages_than_processes(path):
 
 def test_machines_with_other_settings_or_other_text(path, tmp_path):
     """Other numbers of steps would hang ranks; labels of another text would be learned."""
-    assert run_ranks(2, refused_on_rank, path, {"steps": 7}) == 2 * [
-        "train.json.steps differs between ranks 0 and 1; should be equal on all machines"
-    ]
+    said = "train.json.steps differs between ranks 0 and 1; should be equal on all machines"
+    assert run_ranks(2, refused_on_rank, path, {"steps": 7}) == [said, said]
     (tmp_path / "text.txt").write_text(text(121))
     first, second = run_ranks(2, refused_on_rank, path, {"data": {"train": str(tmp_path / "text.txt")}})
     assert first == second
@@ -240,7 +215,7 @@ def test_what_is_left_out_has_a_default(tmp_path):
         ({"dtype": "bf61"}, "train.json.dtype: 'bf61' is not allowed (did you mean 'bf16'?)"),
         (
             {"data": {"train": "t", "packing": "off"}},
-            "train.json.data.packing: 'off' is not allowed; allowed: 'isolated', 'joined'",
+            "train.json.data.packing: 'off' is not allowed; allowed: ",
         ),
     ],
 )
@@ -287,18 +262,10 @@ def test_the_lines_for_one_machine_make_a_merged_model(tmp_path, pytestconfig):
     assert len(lines) <= 12 and lines[0].startswith("pip install ")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     with reserved_port() as port:
-        done = subprocess.run(
-            [
-                "bash",
-                "-e",
-                "-c",
-                "\n".join(lines[1:]).replace("--num_gpus", f"--master_port {port} --num_gpus"),
-            ],
-            cwd=tmp_path,
-            env=environment() | {"PATH": path},
-            capture_output=True,
-            text=True,
-        )
+        script = "\n".join(lines[1:]).replace("--num_gpus", f"--master_port {port} --num_gpus")
+        own = environment() | {"PATH": path}
+        command = ["bash", "-e", "-c", script]
+        done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "LlamaForCausalLM" in done.stdout
     before, after = perplexities(done.stderr + done.stdout)

@@ -31,13 +31,11 @@ def prepare_lengths(folder: Path, **changes) -> Path:
     """train.json of a run on documents of 5 to 51 tokens, most of them short."""
     folder.mkdir(exist_ok=True)
     draw = random.Random(1)
-    (folder / "rows.txt").write_text(
-        "\n".join("cat dog " * draw.choice([2, 2, 3, 5, 6, 7, 25]) for _ in range(99))
-    )
+    rows = folder / "rows.txt"
+    rows.write_text("\n".join("cat dog " * draw.choice([2, 2, 3, 5, 6, 7, 25]) for _ in range(99)))
     options = {"lora": {"r": 4}, "steps": STEPS, "eval_sequences": 4, "sequence_length": LENGTHS, "seed": 2}
-    return prepare(
-        folder, **{**options, "data": {"train": str(folder / "rows.txt"), "documents": "line"}, **changes}
-    )
+    options |= {"data": {"train": str(rows), "documents": "line"}}
+    return prepare(folder, **options | changes)
 
 
 @pytest.fixture
@@ -115,13 +113,13 @@ def train_in_one_process(path, adapters):
     steps = take(Sequences(settings, tokenizer()), STEPS, 2, 2)
     for number, step in enumerate(steps, 1):
         optimizer.zero_grad()
-        each = [
-            causal_lm_loss(model(ids, attention_mask=labels != IGNORED, use_cache=False).logits, labels) / 2
-            for ids, labels in step
-        ]
-        sum(each).backward()
+        loss = 0
+        for ids, labels in step:
+            logits = model(ids, attention_mask=labels != IGNORED, use_cache=False).logits
+            loss = loss + causal_lm_loss(logits, labels) / 2
+        loss.backward()
         optimizer.step()
-        found[number] = sum(each).item()
+        found[number] = loss.item()
     return found, len({labels.shape for step in steps for _, labels in step})
 
 

@@ -15,6 +15,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.hf import weights
 from ds_compress.hf.model import assign_layers, make_layer_specs
 from ds_compress.hf.part import check_lora
+from tests.calls import wrapped
 from tests.support.finetuning import save
 from tests.support.refusals import refusal
 
@@ -102,13 +103,9 @@ def test_a_layer_reads_its_own_tensors_and_no_others(tmp_path, read, family):
 def test_a_tensor_is_quantized_before_the_next_one_is_read(tmp_path, monkeypatch, read):
     """So a rank never holds more than one of them whole."""
     save("Llama", tmp_path)
-    quantize = bitsandbytes.functional.quantize_4bit
-
-    def quantized(*args, **kwargs):
-        read.append("quantized")
-        return quantize(*args, **kwargs)
-
-    monkeypatch.setattr(bitsandbytes.functional, "quantize_4bit", quantized)
+    own = bitsandbytes.functional
+    quantize = wrapped(own.quantize_4bit, before=lambda *args, **options: read.append("quantized"))
+    monkeypatch.setattr(own, "quantize_4bit", quantize)
     lora = LoraConfig(r=4, target_modules="all-linear")
     specs, _ = make_layer_specs(tmp_path, 2, lora, None, False, 0, "nf4")
     part = specs[3].build()

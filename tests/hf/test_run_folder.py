@@ -14,6 +14,7 @@ from ds_compress.hf.merge import merge
 from ds_compress.hf.run_folder import RunFolder
 from ds_compress.hf.settings import read_settings
 from ds_compress.hf.training import FinetuneRun
+from tests.calls import wrapped
 from tests.support.finetuning import BLOCK, DS_CONFIG, losses, perplexity, prepare
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
@@ -180,14 +181,12 @@ def saved(path):
     """Whether any file of this rank was still to be written when `latest` was there; rank 1 is slow."""
     run = FinetuneRun(read_settings(path))
     engine, early = run.engine.checkpoint_engine, []
-    write = engine.save
 
-    def slow(*args, **kwargs):
+    def pause(*args, **options):
         time.sleep(0.3 * distributed.get_rank())
         early.append((run.folder.path / "latest").exists())
-        return write(*args, **kwargs)
 
-    engine.save = slow
+    engine.save = wrapped(engine.save, before=pause)
     run.resume()
     run.train()
     return early

@@ -34,10 +34,8 @@ class Recording(torch.optim.SGD):
 
 def one_step(folders, stages, lora, runs=None, **options):
     """Loss, gradients and adapters of this rank, by checkpoint; runs on every rank."""
-    return [
-        _one_step(folder, stages, lora, runs and runs / str(number), **options)
-        for number, folder in enumerate(folders)
-    ]
+    own = [runs and runs / str(number) for number in range(len(folders))]
+    return [_one_step(folder, stages, lora, run, **options) for folder, run in zip(folders, own)]
 
 
 def _one_step(folder, stages, lora, run, **options):
@@ -65,18 +63,13 @@ def expected_step(folder, adapters):
         model = inject_adapter_in_model(LoraConfig(**LORA), model.requires_grad_(False))
         model.load_state_dict(adapters, strict=False)
     results = [run_model(model, *batch(number)) for number in range(MICRO_BATCHES)]
-    gradients = {
-        name: sum(result[name] for result in results) / MICRO_BATCHES
-        for name in results[0]
-        if name not in ("logits", "loss")
-    }
+    names = results[0].keys() - {"logits", "loss"}
+    gradients = {name: sum(result[name] for result in results) / MICRO_BATCHES for name in names}
     for name, parameter in model.named_parameters():
         if name in gradients:
             parameter.data -= 0.1 * gradients[name]
-    loss, again = (
-        sum(r["loss"].item() for r in rs) / MICRO_BATCHES
-        for rs in (results, [run_model(model, *batch(n)) for n in range(MICRO_BATCHES)])
-    )
+    after = [run_model(model, *batch(number)) for number in range(MICRO_BATCHES)]
+    loss, again = (sum(each["loss"].item() for each in own) / MICRO_BATCHES for own in (results, after))
     return loss, again, gradients
 
 

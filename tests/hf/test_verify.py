@@ -118,23 +118,16 @@ def test_adapters_with_which_a_model_does_not_run_are_named():
 
 
 def test_a_large_config_is_checked_in_small():
-    given = transformers.LlamaConfig(
-        hidden_size=8192, num_attention_heads=64, num_key_value_heads=8, num_hidden_layers=80
-    )
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8}
+    given = transformers.LlamaConfig(hidden_size=8192, num_hidden_layers=80, **heads)
     made = make_tiny_config(given)
     assert (made.hidden_size, made.num_attention_heads, made.num_key_value_heads) == (512, 4, 2)
     assert made.num_hidden_layers == 3
     verify_parts(given, False)
 
 
-IMAGES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "image_size": 28,
-    "patch_size": 14,
-}
+IMAGES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+IMAGES |= {"image_size": 28, "patch_size": 14}
 
 
 @pytest.mark.parametrize("name", ["Llava", pytest.param("Gemma3", marks=pytest.mark.extended)])
