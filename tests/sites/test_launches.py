@@ -163,7 +163,7 @@ def test_a_round_lasts_until_its_outcome_and_not_until_it_is_applied(store):
 
 def test_a_process_that_ends_in_a_round_ends_in_order(store):
     """Its thread was in the store when the interpreter ended, and aborted a process whose work was done."""
-    program = """
+    program = f"""
 import torch
 from types import SimpleNamespace
 from torch.distributed import TCPStore
@@ -171,7 +171,7 @@ from ds_compress.sites.store import connect
 from ds_compress.sites.worker import Worker
 torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
 options, own = SimpleNamespace(grace_s=300.0), torch.distributed.HashStore()
-worker = Worker(own, options, connect("127.0.0.1:PORT"))
+worker = Worker(own, options, connect("127.0.0.1:{store.port}"))
 def task():
     try:
         worker.rounds._wait(lambda: worker.rounds._board.outcome(99), "what never comes")
@@ -179,7 +179,6 @@ def task():
         print("the thread has ended", flush=True)
 worker.run(task)
 """
-    program = program.replace("PORT", str(store.port))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0 and "the thread has ended" in done.stdout
 

@@ -205,13 +205,8 @@ def _pinned(nbytes):
 def install(staged, deaf=()):
     """Give this process, one of forked ranks, the device; `staged`: transfers cannot read its memory."""
     device = Device.now = Device(deaf)
-    module = SimpleNamespace(
-        Stream=Stream,
-        Event=Event,
-        stream=device.on,
-        current_stream=lambda which=None: device.stream,
-        set_device=lambda which: None,
-    )
+    module = SimpleNamespace(Stream=Stream, Event=Event, stream=device.on, set_device=lambda which: None)
+    module.current_stream = lambda which=None: device.stream
     torch.get_device_module = lambda which=None: module
     torch.Tensor.record_stream = lambda tensor, stream: device.recorded(tensor, stream)
     wiring.codec_stream_for = streams.DeviceCodecStream
