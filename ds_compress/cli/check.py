@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ds_compress.autoload import near_misses
-from ds_compress.cli.arguments import DTYPES, add_import, add_message, integer
+from ds_compress.cli.arguments import DTYPES, add_import, add_message, integer, number
+from ds_compress.cli.bench import measure_boundary
 from ds_compress.cli.console import importing_deepspeed, show
 from ds_compress.codec import CODECS, TensorSpec
 from ds_compress.codecs.lowrank import LowRank
@@ -44,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of values in the parameters of a stage that are compressed: its matrices of 16,384 "
         "values or more",
     )
+    parser.add_argument(
+        "--gbps",
+        type=number(1e-6, 1e6),
+        help="bandwidth in Gbit/s: also encode and decode a message on this device, and say where that takes "
+        "longer than sending it uncompressed",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_import(parser)
 
@@ -58,8 +65,9 @@ def run(args: argparse.Namespace) -> int:
         raise CompressionError("check: --replicas needs --parameters, and --parameters --replicas")
     if args.replicas:
         rows += replica_sizes(config, args.replicas, args.parameters, DTYPES[args.dtype], args.shape[-1])
+    slow = slow_notes(config, rows, args) if args.gbps else ()
     alone = "" if rows else "one stage sends no messages; --replicas and --parameters show what replicas send"
-    about = alone, _auto_note(config), *config.notes, *larger, *pipeline_notes(ds_config)
+    about = alone, _auto_note(config), *config.notes, *larger, *pipeline_notes(ds_config), *slow
     for note in filter(None, about):
         print(note, file=sys.stderr)
     if args.json:
@@ -185,6 +193,37 @@ def pipeline_notes(ds_config: Mapping[str, Any]) -> Iterator[str]:
             )
     if "fp16" in section("fp16"):
         yield "fp16.fp16: is an option of GPT-NeoX, which DeepSpeed refuses; use fp16.enabled"
+
+
+def slow_notes(config: Config, rows: Sequence[Mapping[str, Any]], args: argparse.Namespace) -> Iterator[str]:
+    """Yield one line for each codec that takes longer than sending its message uncompressed.
+
+    Args:
+        rows: of `message_sizes`.
+        args: of the command: `shape`, `dtype`, and `gbps` of the link.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    spec, measured = TensorSpec(args.shape, DTYPES[args.dtype], device), set[str]()
+    for row in rows:
+        place, direction = row["boundary"], row["direction"]
+        if place == "replicas" or row["codec"] in (*UNCOMPRESSED, *measured):
+            continue
+        measured.add(row["codec"])
+        found = measure_boundary(config, place, spec)[direction]
+        encode, decode = found.encode, found.decode
+        uncompressed = 8e-9 * row["raw_bytes"] / args.gbps
+        if encode + decode > uncompressed:
+            yield (
+                f"{KEY}.{direction}.codec: {row['codec']} takes {encode:.2g} + {decode:.2g} s to encode and "
+                f"decode a message on this device ({device.type}, {torch.get_num_threads()} threads); "
+                f"sending it uncompressed at {args.gbps:g} Gbit/s takes {uncompressed:.2g} s; use another "
+                "codec, or 'none'"
+            )
+
+
+def read_block(path: Path) -> object:
+    """Read the "ds_compress" value of a ds_config.json; raises what `read` does."""
+    return read(path)[KEY]
 
 
 def read(path: Path) -> dict[str, Any]:

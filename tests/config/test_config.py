@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ds_compress.cli import main
-from ds_compress.cli.check import message_sizes, read
+from ds_compress.cli.check import message_sizes, read_block
 from ds_compress.codec import CODECS, TensorSpec
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
@@ -262,21 +262,21 @@ def test_read_as_deepspeed_does(tmp_path, name):
     file.write_text(FILES[name], errors="surrogateescape")
     theirs = outcome(lambda: deepspeed.DeepSpeedConfig(str(file))._param_dict["ds_compress"])
     if isinstance(theirs, dict):
-        assert read(file)["ds_compress"] == theirs
+        assert read_block(file) == theirs
     else:
-        assert refusal(read, file).startswith(f"{file}: ")
+        assert refusal(read_block, file).startswith(f"{file}: ")
 
 
 def test_what_the_corpus_holds(tmp_path):
     """Comments are accepted, and keys that come twice are refused with their name."""
     file = tmp_path / "ds_config.json"
     file.write_text(FILES["comments"])
-    assert read(file)["ds_compress"] == {"seed": 1}
+    assert read_block(file) == {"seed": 1}
     file.write_text(FILES["twice inside"])
     with pytest.raises(CompressionError, match=r"not JSON as DeepSpeed reads it: .*\['seed'\]"):
-        read(file)
+        read_block(file)
 
 
 def test_every_recipe_is_plain_json(tmp_path, pytestconfig):
     for path in (pytestconfig.rootpath / "ds_configs").glob("*.json"):
-        assert read(path)["ds_compress"] == json.loads(path.read_text())["ds_compress"]
+        assert read_block(path) == json.loads(path.read_text())["ds_compress"]

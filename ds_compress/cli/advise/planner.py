@@ -14,7 +14,7 @@ import torch
 
 from ds_compress.cli.advise.from_args import evaluate_from_args, message_spec
 from ds_compress.cli.arguments import DTYPES
-from ds_compress.cli.check import read
+from ds_compress.cli.check import read_block
 from ds_compress.cli.console import importing_deepspeed
 from ds_compress.codec import TensorSpec
 from ds_compress.config import KEY, Config
@@ -136,7 +136,7 @@ def read_recipe_files(paths: Sequence[Path]) -> dict[str, Any]:
     Raises:
         CompressionError: a file is bad, or two files share a name.
     """
-    blocks = {path.stem: read(path)[KEY] for path in paths}
+    blocks = {path.stem: read_block(path) for path in paths}
     if len(blocks) < len(paths):
         raise CompressionError("--recipe: two files have the same name; rename one of them")
     return blocks

@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 
 from ds_compress.cli.arguments import integer, number
-from ds_compress.cli.check import read
+from ds_compress.cli.check import read_block
 from ds_compress.cli.console import show
 from ds_compress.cli.doctor.cluster import Meeting, Report
 from ds_compress.cli.doctor.findings import Finding, findings, named
 from ds_compress.cli.doctor.machine import facts
 from ds_compress.cli.doctor.store import examine_store, store_findings
-from ds_compress.config import KEY, Config
+from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 
 MARKS = {"good": "good", "look": "LOOK", "bad": "BAD "}
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the findings; return 1 if any of them is bad, else 0."""
     report: Report | None
-    config = Config(read(args.ds_config)[KEY]) if args.ds_config else None
+    config = Config(read_block(args.ds_config)) if args.ds_config else None
     if config is not None and (config.outer is None or not args.replica_store):
         raise CompressionError(
             f'--ds-config: {args.ds_config} needs "replicas" with "every" above 1, and --replica-store'
