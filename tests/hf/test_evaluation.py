@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from ds_compress.cli import main
 from ds_compress.hf.settings import LearningRate, read_settings
 from ds_compress.hf.training import FinetuneRun
-from tests.calls import wrapped
+from tests.support.calls import wrapped
 from tests.support.finetuning import BLOCK, DS_CONFIG, losses, prepare
 from tests.support.offline_wandb import read_offline
 from tests.support.ranks import run_ranks

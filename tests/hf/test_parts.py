@@ -15,7 +15,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.hf import weights
 from ds_compress.hf.model import assign_layers, make_layer_specs
 from ds_compress.hf.part import check_lora
-from tests.calls import wrapped
+from tests.support.calls import wrapped
 from tests.support.finetuning import save
 from tests.support.refusals import refusal
 

@@ -14,7 +14,7 @@ from ds_compress.hf.merge import merge
 from ds_compress.hf.run_folder import RunFolder
 from ds_compress.hf.settings import read_settings
 from ds_compress.hf.training import FinetuneRun
-from tests.calls import wrapped
+from tests.support.calls import wrapped
 from tests.support.finetuning import BLOCK, DS_CONFIG, losses, perplexity, prepare
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal

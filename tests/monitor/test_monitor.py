@@ -17,8 +17,8 @@ from ds_compress.message.clock import HostClock
 from ds_compress.message.meters import SendingMeter
 from ds_compress.monitor import lines, monitor
 from ds_compress.monitor.metrics import CHANNEL, PIPELINE, PREFIX, label
-from tests.calls import wrapped
 from tests.support import pipeline
+from tests.support.calls import wrapped
 from tests.support.launch_scripts import read_run
 from tests.support.offline_wandb import read_offline
 from tests.support.pipeline import MICRO_BATCH, MICRO_BATCHES, batches, build, ds_config, same_weights

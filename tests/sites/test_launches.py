@@ -21,8 +21,8 @@ from ds_compress.sites import board, traffic
 from ds_compress.sites.simulation import SimulatedRounds
 from ds_compress.sites.store import connect
 from ds_compress.sites.worker import _work
-from tests.calls import wrapped
 from tests.support import pipeline
+from tests.support.calls import wrapped
 from tests.support.pipeline import MICRO_BATCHES, batches, build, ds_config, log_lines, loss_fn, simulated
 from tests.support.pipeline_kinds import fp16_on_cpu
 from tests.support.ranks import run_launches, run_ranks

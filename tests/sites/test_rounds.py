@@ -25,7 +25,7 @@ from ds_compress.sites.keys import Keys
 from ds_compress.sites.outer_step import Anchor, DeltaCodec, DeltaPart
 from ds_compress.sites.rounds import Rounds
 from ds_compress.sites.store import connect
-from tests.calls import wrapped
+from tests.support.calls import wrapped
 from tests.support.network import disturb, eventually, flood
 
 SLOTS, NUMEL = 2, 20_000

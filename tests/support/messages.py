@@ -139,15 +139,6 @@ def values(n: int, size: int, dtype: torch.dtype, seed: int, special: float | No
     return x.to(dtype)
 
 
-@st.composite
-def any_shape(draw, longest=9):
-    """A message of any shape and dtype, not contiguous."""
-    shape = draw(st.lists(st.integers(0, longest), max_size=3))
-    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
-    return torch.randn([*shape, 2], generator=generator).to(dtype)[..., 0]
-
-
 def low_rank_matrix(rank, n, h, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(n, rank, generator=generator) @ torch.randn(rank, h, generator=generator)

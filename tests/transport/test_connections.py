@@ -16,7 +16,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.transport import connections
 from ds_compress.transport.connections import AT_ONCE, Connection, connect
 from ds_compress.transport.p2p import is_connection_lost
-from tests.calls import wrapped
+from tests.support.calls import wrapped
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
 

@@ -18,7 +18,7 @@ from ds_compress.engine.stage import Stage
 from ds_compress.engine.wiring import wire
 from ds_compress.message.channel import Boundary
 from ds_compress.transport import p2p, staging
-from tests.calls import wrapped
+from tests.support.calls import wrapped
 from tests.support.pipeline import build, ds_config
 from tests.support.ranks import run_ranks
 from tests.transport.streams import install

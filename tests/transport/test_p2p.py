@@ -13,7 +13,7 @@ from ds_compress.engine.stage import Instruction
 from ds_compress.errors import CompressionError
 from ds_compress.transport import p2p
 from ds_compress.transport.p2p import EagerReceiver, EagerSender, Receiver, Sender, channel_groups
-from tests.calls import wrapped
+from tests.support.calls import wrapped
 from tests.support.pipeline import Block, batches, build, ds_config, same_weights, weights
 from tests.support.ranks import run_ranks
 

@@ -14,7 +14,7 @@ from ds_compress.transport import probe as module
 from ds_compress.transport.p2p import EagerReceiver, EagerSender, PeerTimeout, channel_groups
 from ds_compress.transport.packet import Packet
 from ds_compress.transport.probe import PACKET_BYTES, PING_BYTES, message_rate, probe, probe_neighbours
-from tests.calls import wrapped
+from tests.support.calls import wrapped
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")

@@ -1,7 +1,7 @@
 """Watch which transfers start over which connection."""
 
 from ds_compress.transport import parts
-from tests.calls import wrapped
+from tests.support.calls import wrapped
 
 
 def count_transfers():
