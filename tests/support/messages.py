@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
