@@ -152,14 +152,16 @@ class SendsMore(PipelineEngine):
 
     _INSTRUCTION_MAP = {
         **PipelineEngine._INSTRUCTION_MAP,
-        schedule.SendActivation: lambda self, number: self._send(
-            schedule.SendActivation, self.next_stage, number
+        schedule.SendActivation: lambda self, buffer_id: self._send(
+            schedule.SendActivation, self.next_stage, buffer_id
         ),
-        schedule.RecvActivation: lambda self, number: self._receive(
-            schedule.RecvActivation, self.prev_stage, number
+        schedule.RecvActivation: lambda self, buffer_id: self._receive(
+            schedule.RecvActivation, self.prev_stage, buffer_id
         ),
-        schedule.SendGrad: lambda self, number: self._send(schedule.SendGrad, self.prev_stage, number),
-        schedule.RecvGrad: lambda self, number: self._receive(schedule.RecvGrad, self.next_stage, number),
+        schedule.SendGrad: lambda self, buffer_id: self._send(schedule.SendGrad, self.prev_stage, buffer_id),
+        schedule.RecvGrad: lambda self, buffer_id: self._receive(
+            schedule.RecvGrad, self.next_stage, buffer_id
+        ),
     }
 
 
