@@ -62,7 +62,7 @@ REFUSED = {
     "early_stop: counts evaluations, but eval_every is 0; set both": {"early_stop": 2},
     'lr_schedule: ds_config has a "scheduler", too; leave one of the two': ONE_SCHEDULE | ANOTHER_SCHEDULE,
 }
-"""Changes of train.json, by what is said."""
+"""Changes of train.json that are refused, by the line that names the fault."""
 OF_DEEPSPEED = {
     # it was an assertion inside DeepSpeed, after the model had been read
     ".zero_optimization.stage: 2 is not allowed: DeepSpeed's": {"zero_optimization": {"stage": 2}},
