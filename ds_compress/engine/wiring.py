@@ -113,6 +113,9 @@ def set_connections(stage: Stage, engine: Any, number: int) -> None:
     """Let channels and exchanges send over `number` connections from the next packet on; every rank of the
     job calls it, with no packet in flight. Over NCCL, which opens its own, and over DeepSpeed's group it
     stays one.
+
+    Raises:
+        TooFewFiles: on all ranks, before anything is changed.
     """
     if stage.config.block.link.mode != "eager" or receives_hold_device(engine.device):
         return

@@ -17,8 +17,7 @@ import torch
 
 from ds_compress.message.part import RuntimePart, StageView, Step
 from ds_compress.runtime.stage_profile import Row, gather, probe_links
-from ds_compress.transport.collectives import lowest
-from ds_compress.transport.connections import files_left
+from ds_compress.transport.connections import TooFewFiles
 from ds_compress.transport.p2p import EagerReceiver, EagerSender
 from ds_compress.transport.probe import NEAR, SEGMENT, message_rate, probe
 from ds_compress.transport.staging import receives_hold_device
@@ -36,7 +35,8 @@ class ConnectionsController(RuntimePart):
     def __init__(self, set_connections: Callable[[Any, Any, int], None]):
         """
         Args:
-            set_connections: lets the channels and exchanges of a stage of an engine send over so many.
+            set_connections: lets the channels and exchanges of a stage of an engine send over so many, or
+                raises `TooFewFiles` on all ranks and changes nothing.
         """
         self._set = set_connections
         self._is_due = True
@@ -56,9 +56,10 @@ class ConnectionsController(RuntimePart):
             return
         slowest: dict[int, Row] = {}
         for number in NUMBERS:
-            if lowest(engine.device, files_left() - _files_for(stage, number))[0] < 0:
+            try:
+                self._set(stage, engine, number)
+            except TooFewFiles:
                 break
-            self._set(stage, engine, number)
             row = slowest_row(gather(_probe(stage, engine.device), engine.device))
             if slowest and not math.isfinite(row["rate"]):  # the link is just as far as `NEAR`
                 break
@@ -69,13 +70,6 @@ class ConnectionsController(RuntimePart):
         self._set(stage, engine, choose(slowest))
         if engine.global_rank == 0:
             print(format_choice(slowest), flush=True)
-
-
-def _files_for(stage: StageView, number: int) -> int:
-    """Return how many files more a rank opens for so many connections, 0 or less if it has as many."""
-    links = [link for end in stage.ends for link in (end.link, end.extra_link)]
-    exchanges = sum(each.files_for(number) for each in stage.exchange_connections)
-    return sum(number - len(link.groups) for link in links) + exchanges
 
 
 def _probe(stage: StageView, device: torch.device) -> Row:

@@ -147,16 +147,20 @@ def _named(each: Sequence[tuple[int, ...]], of_job: Any) -> list[tuple[tuple[int
     return named
 
 
+class TooFewFiles(CompressionError):
+    """More connections than some rank of the job may open files for."""
+
+
 def require_files(device: torch.device, number: int) -> None:
     """Refuse, on every rank of the job, so many connections more of this one for which some rank may not open
     enough files. Every rank calls it, each with its own number.
 
     Raises:
-        CompressionError: the same on all ranks, as others would wait for the one that may not.
+        TooFewFiles: the same on all ranks, as others would wait for the one that may not.
     """
     (spare,) = lowest(device, files_left() - number)
     if spare < 0:
-        raise CompressionError(
+        raise TooFewFiles(
             f"ds_compress.link.connections: a rank may open {-spare:,} files fewer than they need "
             "(`ulimit -Hn`); allow more, or use fewer connections"
         )

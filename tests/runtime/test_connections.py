@@ -9,6 +9,7 @@ import torch
 from ds_compress.runtime import connections, stage_profile
 from ds_compress.runtime.connections import choose, format_choice, may_lose, slowest_row
 from ds_compress.transport import parts, probe
+from ds_compress.transport.connections import TooFewFiles
 from ds_compress.transport.probe import LinkMeasurement
 from tests.support.pipeline import batches, build, ds_config, printed_lines, same_weights, train, weights
 from tests.support.pipeline_kinds import KINDS
@@ -58,12 +59,15 @@ def test_one_number_that_was_unlucky_ends_nothing(left, numbers, monkeypatch):
     probed = []
     monkeypatch.setattr(connections, "_probe", lambda stage, device: next(given))
     monkeypatch.setattr(connections, "gather", lambda row, device: [row])
-    monkeypatch.setattr(connections, "lowest", lambda device, *values: list(values))
-    monkeypatch.setattr(connections, "files_left", lambda: left)
-    exchange = SimpleNamespace(files_for=lambda number: number - 1)
-    stage = SimpleNamespace(ends=[], exchange_connections=[exchange])
+
+    def set_connections(stage, engine, number):
+        if number - 1 > left:
+            raise TooFewFiles
+        probed.append(number)
+
+    stage = SimpleNamespace(ends=[], exchange_connections=[None])
     engine = SimpleNamespace(device=torch.device("cpu"), dynamic_shape=False, global_rank=1)
-    controller = connections.ConnectionsController(lambda stage, engine, number: probed.append(number))
+    controller = connections.ConnectionsController(set_connections)
     controller.begin_step(SimpleNamespace(stage=stage, engine=engine))
     assert probed == numbers
 
