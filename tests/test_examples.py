@@ -48,6 +48,28 @@ def test_minimal_runs_and_its_loss_falls(minimal, tmp_path):
     assert float(compressed) == pytest.approx(float(uncompressed), rel=0.05)
 
 
+RANK = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import minimal
+minimal.STEPS = 2
+minimal.run(int(sys.argv[2]), os.path.abspath("rendezvous"))
+print([open(f"/proc/self/task/{thread}/comm").read().strip() for thread in os.listdir("/proc/self/task")])
+"""
+
+
+def test_minimal_ends_with_its_group_and_not_before(tmp_path):
+    """A thread of gloo that still ran at exit, on a busy machine, and freed a tensor of Python's, aborted."""
+    command = [sys.executable, "-c", RANK, MINIMAL.parent]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+        for rank in (0, 1)
+    ]
+    for rank in ranks:
+        output, _ = rank.communicate()
+        assert rank.returncode == 0 and "python" in output and "gloo" not in output, output
+
+
 def counted(compresses):
     """What a rank says that it has sent, and what torch.distributed was handed."""
     module, send, handed = load_script("../examples/minimal"), dist.send, []
