@@ -10,7 +10,7 @@ import torch
 from ds_compress.codec import names
 from ds_compress.config import Config
 from ds_compress.message.channel import Boundary
-from tests.support.pipeline import batches, build, ds_config
+from tests.support.pipeline import alike, batches, build, ds_config, reusing
 from tests.support.pipeline_kinds import BLOCKS, KINDS, train
 from tests.support.ranks import run_ranks
 
@@ -39,11 +39,7 @@ def test_receive_buffers_of_middle_stages_with_dynamic_shape():
 
 def test_tensors_that_are_not_float_leave_the_selection_alone():
     """The int64 tensor before a partitioned gradient took the selection of position 0 from the gradient."""
-    channels = {
-        "forward": {"codec": {"name": "topk", "density": 0.5}},
-        "backward": {"codec": {"name": "topk", "indices": "reuse"}},
-    }
-    boundary = Boundary(0, Config({**channels, "min_numel": 0}))
+    boundary = Boundary(0, Config(reusing(0.5, min_numel=0)))
     description, x = torch.tensor([2, 8]), torch.arange(8.0)
     boundary.forward.encode((description, x), boundary.forward.message_id(0, 0))
     packet = boundary.backward.encode((description, x), boundary.backward.message_id(0, 0)).packet
@@ -53,13 +49,7 @@ def test_tensors_that_are_not_float_leave_the_selection_alone():
 def train_watched_with_every_codec(folder):
     finals = {}
     for name in names():
-        block = {
-            "forward": {"codec": name},
-            "backward": {"codec": name},
-            "min_numel": 0,
-            "warmup_steps": 1,
-            "monitor": {"every": 1},
-        }
+        block = alike(name, min_numel=0, warmup_steps=1, monitor={"every": 1})
         sink = {"enabled": True, "output_path": str(folder), "job_name": name}
         engine = build(2, ds_config(block, csv_monitor=sink))
         data = batches()

@@ -15,8 +15,7 @@ import pytest
 from tests.support.finetuning import losses, prepare
 from tests.support.launch_scripts import ROOT, load_script
 
-IGNORED = (ROOT / ".gitignore").read_text().replace("/", " ").split()
-LEFT_OUT = {".git", *IGNORED} - {"results", "images"}
+LEFT_OUT = {".git", *(ROOT / ".gitignore").read_text().replace("/", " ").split()} - {"results", "images"}
 
 SOME_TESTS = ("tests/config", "tests/registry", "tests/cli/test_cli.py", "tests/test_layering.py")
 """That need most kinds of files."""
@@ -62,9 +61,11 @@ def test_the_description_has_no_links_that_lead_nowhere(unpacked):
     assert {line.split(",")[0] for line in about.get_all("Project-URL")} == {"DeepSpeed", "Paper"}
 
 
-def test_links_of_the_readme_lead_to_files():
-    links = re.findall(r"\]\((?!https?://)([^)#]+)", (ROOT / "README.md").read_text())
+def test_the_readme_is_short_and_its_links_lead_to_files():
+    text = (ROOT / "README.md").read_text()
+    links = re.findall(r"\]\((?!https?://)([^)#]+)", text)
     assert links and [link for link in links if not (ROOT / link).exists()] == []
+    assert len(text.split()) <= 1300 and len(text.splitlines()) <= 130
 
 
 @pytest.mark.slow
@@ -72,13 +73,9 @@ def test_tests_run_from_it(unpacked):
     _, out = unpacked
     build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
     subprocess.run(build, cwd=out, check=True, capture_output=True)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *SOME_TESTS],
-        cwd=out,
-        env={**os.environ, "PYTHONPATH": str(out)},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *SOME_TESTS]
+    environment = {**os.environ, "PYTHONPATH": str(out)}
+    done = subprocess.run(command, cwd=out, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
 
 
@@ -87,13 +84,7 @@ def test_pages_are_up_to_date(monkeypatch):
     assert not load_script("pages").main()
 
 
-def test_the_readme_is_short(pytestconfig):
-    text = (pytestconfig.rootpath / "README.md").read_text()
-    assert len(text.split()) <= 1300
-    assert len(text.splitlines()) <= 130
-
-
-DOCKERFILE = ROOT / "deploy" / "Dockerfile"
+DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 SLURM = ROOT / "deploy" / "finetune.slurm"
 
 SRUN = f"""#!{sys.executable}
@@ -107,9 +98,8 @@ sys.exit(max(task.wait() for task in tasks))
 
 def instructions():
     """Of the Dockerfile: (name, words)."""
-    text = re.sub(r"\\\n", " ", DOCKERFILE.read_text())
-    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
-    return [tuple(line.split(maxsplit=1)) for line in lines]
+    lines = re.sub(r"\\\n", " ", DOCKERFILE).splitlines()
+    return [tuple(line.split(maxsplit=1)) for line in lines if line.strip() and not line.startswith("#")]
 
 
 def test_the_dockerfile_copies_what_is_there_and_runs_what_a_shell_can_read():
@@ -125,8 +115,7 @@ def test_the_dockerfile_copies_what_is_there_and_runs_what_a_shell_can_read():
         elif name == "CMD":
             assert json.loads(words) == ["ds-compress", "doctor"]
     given = {words.partition("=")[0] for name, words in found if name == "ARG"}
-    used = set(re.findall(r"\$([A-Z_]+)", DOCKERFILE.read_text()))
-    assert used == given
+    assert given == set(re.findall(r"\$([A-Z_]+)", DOCKERFILE))
 
 
 def test_what_the_dockerfile_copies_is_enough_to_install():

@@ -13,14 +13,14 @@ PAUSE = 0.1  # seconds between the strangers' visits
 
 
 @contextlib.contextmanager
-def disturbed():
-    """Strangers send to every port of this process until the end of the context, and at least once."""
+def disturbed(find_ports):
+    """Strangers send to the ports that it finds until the end of the context, and at least once."""
     ended = threading.Event()
 
     def run():
-        disturb(listening_ports(os.getpid()))
+        disturb(find_ports())
         while not ended.wait(PAUSE):
-            disturb(listening_ports(os.getpid()))
+            disturb(find_ports())
 
     strangers = threading.Thread(target=run)
     strangers.start()
@@ -35,7 +35,7 @@ def train(has_strangers, steps=6):
     engine, data = build(2, ds_config(BLOCK)), batches()
     with contextlib.ExitStack() as stack:
         if has_strangers:
-            stack.enter_context(disturbed())
+            stack.enter_context(disturbed(lambda: listening_ports(os.getpid())))
             for _, port in engine.ds_compress.watchdog._connections.addresses if engine.global_rank else ():
                 stack.enter_context(flood(port))
         return [engine.train_batch(data).item() for _ in range(steps)]

@@ -39,9 +39,9 @@ def report(**changes):
     return {"hosts": hosts, "links": [link]}
 
 
-def problems(**changes):
+def problems(given=None, **changes):
     """Findings that are not good."""
-    return [each for each in findings(report(**changes)) if each.level != "good"]
+    return [each for each in findings(given or report(**changes)) if each.level != "good"]
 
 
 def test_nothing_is_found_where_all_is_well():
@@ -61,6 +61,7 @@ NAMED_LO = {"gloo_interface": "lo", "gloo_because": "the name b is 127.0.1.1"}
 MISSPELT = {"gloo_interface": "eht0", "gloo_because": "GLOO_SOCKET_IFNAME"}
 OVER_IB = {"interfaces": [LO, ETH, IB], "way": "ib0"}
 LEFT = "/dev/shm/deepspeed_allreduce_buffer_0"
+LEFT_66_MB = {"left_buffers": {LEFT: 66_000_000}}
 SLOW = {"gbps_forward": 0.1, "gbps_backward": 0.1, "rtt_ms": 40.0}
 IDLE = {"rtt_ms": 40.0, "slow_start_after_idle": "1"}
 
@@ -79,12 +80,7 @@ def versions(**others):
         ({"kernels": None}, "look", "no C++ kernels on b", "apt install g++"),
         (NAMED_LO, "bad", "b would not be found: gloo takes lo, as the name b", "GLOO_SOCKET_IFNAME=eth0"),
         (MISSPELT, "bad", "takes eht0, as GLOO_SOCKET_IFNAME; interfaces: eth0", "GLOO_SOCKET_IFNAME=eth0"),
-        (
-            {"left_buffers": {LEFT: 66_000_000}},
-            "look",
-            "left 1 buffers of DeepSpeed, 66 MB, in",
-            f"rm {LEFT}",
-        ),
+        (LEFT_66_MB, "look", "left 1 buffers of DeepSpeed, 66 MB, in", f"rm {LEFT}"),
         (OVER_IB, "look", "b reaches rank 0 over ib0, but gloo takes eth0", "GLOO_SOCKET_IFNAME=ib0"),
         ({"gbps_backward": 0.2}, "look", "0.2 back, 0.30 ms round trip: one direction is 4.5 times", "cable"),
         (SLOW, "look", "40.00 ms round trip: the interface is rated 1 Gbit/s", "try TCP's bbr on a, b"),
@@ -112,7 +108,7 @@ def test_what_all_lack():
     everywhere = report()
     for host in everywhere["hosts"]:
         host["versions"] = {**VERSIONS, "deepspeed": None, "transformers": None}
-    (found,) = [each for each in findings(everywhere) if each.level != "good"]
+    (found,) = problems(everywhere)
     assert (found.level, found.said) == ("bad", "deepspeed is not installed")
 
 
@@ -120,15 +116,14 @@ def test_ranks_of_one_machine_need_no_interface():
     alone = report()
     for host in alone["hosts"]:
         host |= {"host": "a", "way": "lo", "gloo_interface": "lo"}
-    assert [each for each in findings(alone) if each.level != "good"] == []
+    assert problems(alone) == []
     assert "a (rank 1) talks over lo" in [each.said for each in findings(alone)]
 
 
 def test_this_machine(capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     assert main(["doctor", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    (host,) = found["hosts"]
+    (host,) = json.loads(capsys.readouterr().out)["hosts"]
     assert host["versions"]["torch"] == torch.__version__ and host["versions"]["ds_compress"] == __version__
     assert "lo" in [each["name"] for each in host["interfaces"]]
     assert main(["doctor"]) == 0
@@ -151,14 +146,15 @@ def test_the_interface_of_an_address(address, interface):
     assert machine.interface_of(address) == interface
 
 
-def ranks(count, world, *more, first=0):
+def ranks(count, world, *more, first=0, address="127.0.0.1", python=interpreter, before=lambda rank: ()):
     """So many of `world` ranks, as a launcher starts them; what each returned and said."""
+    own = {key: value for key, value in os.environ.items() if key != "GLOO_SOCKET_IFNAME"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [python(), "-m", "ds_compress", "--local_rank=0", "doctor", *more]
     with reserved_port() as port:
-        places = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command = [interpreter(), "-m", "ds_compress", "--local_rank=0", "doctor", *more]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        own |= {"WORLD_SIZE": str(world), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
         processes = [
-            subprocess.Popen(command, env={**os.environ, **places, "RANK": str(rank)}, **pipes)
+            subprocess.Popen([*before(rank), *command], env={**own, "RANK": str(rank)}, **pipes)
             for rank in range(first, first + count)
         ]
         return [(*process.communicate(), process.returncode) for process in processes]
@@ -184,15 +180,14 @@ def test_a_rank_that_does_not_come_is_named():
 
 def test_rank_0_that_cannot_be_reached_is_named():
     ((out, error, code),) = ranks(1, 2, "--timeout", "2", first=1)
-    message = error.splitlines()[-1]
-    assert code == 2 and out == ""
-    assert re.match(r"ds-compress doctor: rank 1 cannot meet the others at 127.0.0.1:\d+; ", message)
+    said = r"ds-compress doctor: rank 1 cannot meet the others at 127.0.0.1:\d+; "
+    assert code == 2 and out == "" and re.match(said, error.splitlines()[-1])
 
 
 @pytest.mark.parametrize("name, value", [("WORLD_SIZE", ""), ("MASTER_PORT", "x")])
 def test_half_a_launcher(monkeypatch, capsys, name, value):
     good = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
-    for key, given in {**good, name: value}.items():
+    for key, given in (good | {name: value}).items():
         monkeypatch.setenv(key, given)
     assert main(["doctor"]) == 2
     assert capsys.readouterr().err.startswith("ds-compress doctor: the launcher set no usable ")
@@ -204,23 +199,15 @@ def test_a_link_is_joined_of_what_its_two_sides_found():
     assert merge_links([back, there]) == [{**back, **there}]
 
 
-TWO_HOSTS = pytest.mark.skipif(bool(reason_for_none()), reason=reason_for_none())
-
-
-@TWO_HOSTS
+@pytest.mark.skipif(bool(reason_for_none()), reason=reason_for_none())
 @pytest.mark.extended
-def test_hosts_that_would_not_find_each_other_are_told_what_to_set():
+def test_hosts_that_would_not_find_each_other_are_told_what_to_set(monkeypatch):
     """gloo takes the address of the host's name, here a loopback one, and waits for half an hour."""
-    where = {"WORLD_SIZE": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500", "PYTHONPATH": str(ROOT)}
-    environment = {key: value for key, value in os.environ.items() if key != "GLOO_SOCKET_IFNAME"} | where
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     with two_hosts() as hosts:
-        processes = []
-        for rank in range(2):
-            command = [*hosts.on(rank), sys.executable, "-m", "ds_compress", "doctor"]
-            own = {**environment, "RANK": str(rank)}
-            processes.append(subprocess.Popen(command, env=own, stdout=subprocess.PIPE, text=True))
-        (out, _), (nothing, _) = (process.communicate() for process in processes)
-    assert [process.returncode for process in processes] == [1, 0] and nothing == ""
+        found = ranks(2, 2, address=ADDRESSES[0], python=lambda: sys.executable, before=hosts.on)
+    (out, _, code), (nothing, _, other) = found
+    assert (code, other, nothing) == (1, 0, "")
     bad = [line for line in out.splitlines() if line.startswith("BAD ")]
     assert len(bad) == 3 and "no link was tried" in bad[-1]
     for line in bad[:2]:

@@ -40,20 +40,17 @@ def doctor(store, capsys, monkeypatch, tmp_path):
     return run
 
 
-def join_site(store, block=BLOCK):
+def join_site(store):
     rounds = Rounds(store, HashStore(), 0, 2, OuterOptions())
-    rounds.number = rounds.join(shared_settings(Config(block)), Position(0, "first")).number
-    anchor = Anchor(torch.zeros(1), torch.zeros(1))
-    rounds.take_part(anchor, Position(0, "first"))
-    return rounds
+    rounds.number = rounds.join(shared_settings(Config(BLOCK)), Position(0, "first")).number
+    rounds.take_part(Anchor(torch.zeros(1), torch.zeros(1)), Position(0, "first"))
 
 
 def test_the_way_to_a_store_without_replicas(doctor, store):
     code, found, lines = doctor()
     assert code == 0 and min(found[key] for key in ("rtt_ms", "up_gbps", "down_gbps")) > 0
-    way, nobody = lines
-    assert way.startswith("good replica store 127.0.0.1:") and "MB/s there" in way
-    assert nobody.endswith("no replica is there yet")
+    assert lines[0].startswith("good replica store 127.0.0.1:") and "MB/s there" in lines[0]
+    assert lines[1].endswith("no replica is there yet")
     assert not [key for key in store.list_keys() if "doctor" in key]
 
 
@@ -89,6 +86,5 @@ def test_bad_options(doctor, capsys, tmp_path):
     assert main(["doctor", "--replica-store", "nowhere"]) == 2
     assert "--replica-store is 'nowhere'; set it to HOST:PORT" in capsys.readouterr().err
     (tmp_path / "x.json").write_text(json.dumps({"ds_compress": {}}))
-    words = ["--ds-config", str(tmp_path / "x.json")]
-    assert main(["doctor", "--replica-store", "127.0.0.1:1", *words]) == 2
+    assert main(["doctor", "--replica-store", "127.0.0.1:1", "--ds-config", str(tmp_path / "x.json")]) == 2
     assert '"every" above 1' in capsys.readouterr().err

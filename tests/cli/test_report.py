@@ -1,6 +1,7 @@
 """`ds-compress report`: what it reads, what it draws, and that a browser shows it."""
 
 import html
+import itertools
 import json
 import math
 import re
@@ -27,12 +28,11 @@ def write_run(folder, wire, loss=1.0):
     for name, value in (("step_ms", 100.0), ("uncompressed_step_ms", 150.0)):
         write_csv(folder, label(name), [(x, value) for x in written])
     values = {"relative_error": 0.1, "encode_ms": 5.0, "decode_ms": 4.0, "wait_ms": 20.0, "send_ms": 1.0}
-    for boundary in range(2):
-        for direction in DIRECTIONS:
-            write_csv(folder, label("raw_bytes", boundary, direction), [(x, 1000 * x) for x in written])
-            write_csv(folder, label("wire_bytes", boundary, direction), [(x, wire * x) for x in written])
-            for name, value in values.items():
-                write_csv(folder, label(name, boundary, direction), [(x, value) for x in written])
+    for place in itertools.product(range(2), DIRECTIONS):
+        for name, size in (("raw_bytes", 1000), ("wire_bytes", wire)):
+            write_csv(folder, label(name, *place), [(x, size * x) for x in written])
+        for name, value in values.items():
+            write_csv(folder, label(name, *place), [(x, value) for x in written])
     return read_run(folder).series
 
 
@@ -46,8 +46,7 @@ def runs(tmp_path):
 def test_report_of_three_runs(tmp_path, capsys):
     assert main(["report", *runs(tmp_path), "--out", str(tmp_path / "out")]) == 0
     assert f"wrote {tmp_path}/out/report.html and 3 PNG files" in capsys.readouterr().out
-    written = {file.name for file in (tmp_path / "out").iterdir()}
-    assert written == PLOTS | {"report.html"}
+    assert {file.name for file in (tmp_path / "out").iterdir()} == PLOTS | {"report.html"}
     text = (tmp_path / "out" / "report.html").read_text()
     assert re.findall(r'<img [^>]*src="([\w:/;]+),', text) == ["data:image/png;base64"] * 3
     assert not re.search("<(script|link|iframe)", text)  # nothing is fetched
@@ -74,21 +73,18 @@ def test_bytes_between_replicas(tmp_path, capsys):
     assert row["ratio between replicas"] == 8 and row["MB between replicas"] == 2 * 250 * 64 / 1e6
     paths = [str(tmp_path / name) for name in ("quantize", "none")]
     assert main(["report", *paths, "--out", str(tmp_path / "out")]) == 0
-    said = capsys.readouterr().out
-    assert "quantize: 8x fewer bytes between replicas, +0.000 loss against none" in said
+    assert "quantize: 8x fewer bytes between replicas, +0.000 loss against none" in capsys.readouterr().out
 
 
 def test_rounds_between_launches(tmp_path):
     """Values before the first round do not count."""
     folder = tmp_path / "apart" / "csv"
     write_csv(folder, LOSS, [(32, 2.0), (64, 1.0), (96, 1.0)])
-    values = {"rounds": (0, 1, 3), "members": (0, 3, 2), "round_s": (0, 2.0, 4.0)}
+    values = {"rounds": (0, 1, 3), "members": (0, 3, 2)}
     values |= {"raw_bytes": (0, 40e6, 120e6), "wire_bytes": (0, 1e6, 3e6)}
-    for stage in range(2):
-        for name, each in values.items():
-            factor = stage + 1 if name == "round_s" else 1
-            points = [(at, factor * value) for at, value in zip((32, 64, 96), each)]
-            write_csv(folder, exchange_label("replicas", stage, name), points)
+    for stage, seconds in enumerate(((0, 2.0, 4.0), (0, 4.0, 8.0))):
+        for name, each in (values | {"round_s": seconds}).items():
+            write_csv(folder, exchange_label("replicas", stage, name), zip((32, 64, 96), each))
     run = read_run(tmp_path / "apart")
     said = "40x fewer bytes between replicas, 3 rounds of 2 to 3 replicas, 2 MB and 6 s each"
     assert said in headline(run, None)

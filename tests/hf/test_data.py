@@ -1,5 +1,7 @@
 """Documents become sequences: nothing twice, nothing learned that should not be, in an order of its own."""
 
+import itertools
+import re
 from collections import Counter
 from itertools import islice
 
@@ -8,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_compress.errors import CompressionError
 from ds_compress.hf.data import IDS, LABELS, POSITIONS, Sequences, pack_documents
 from ds_compress.hf.documents import IGNORED, Document, split_text, tokenize
 from ds_compress.hf.settings import read_settings
@@ -18,14 +19,10 @@ from tests.support.refusals import refusal
 
 @given(st.lists(st.integers(0, 20), max_size=12), st.integers(2, 9))
 def test_packing_keeps_every_token_and_its_document(sizes, length):
-    documents, first = [], 100
-    for size in sizes:
-        ids = list(range(first, first + size))
-        documents.append(Document(ids, ids))
-        first += 1000
+    numbers = (range(1000 * place, 1000 * place + size) for place, size in enumerate(sizes))
+    documents = [Document([*ids], [*ids]) for ids in numbers]
     packed = pack_documents(documents, length)
-    assert packed.dtype == np.int32
-    assert packed.shape[1:] == (3, length)
+    assert packed.dtype == np.int32 and packed.shape[1:] == (3, length)
     assert len(packed) <= sum(sizes) // length
     for ids, labels, positions in packed:
         for place in range(length):
@@ -43,17 +40,19 @@ def test_sequences_in_which_nothing_is_learned_are_dropped():
     assert packed[0, POSITIONS].tolist() == list(range(8))
 
 
-def words(document):
-    known = tokenizer()
-    learned = [token for token, label in zip(document.ids, document.labels) if label != IGNORED]
-    return known.decode(document.ids), known.decode(learned)
-
-
 def one(record):
+    """What is fed of the only document of a record, and what of it is learned."""
     (document,) = tokenize([record], tokenizer(), "data.train")
     assert len(document.ids) == len(document.labels)
     assert all(label in (IGNORED, token) for token, label in zip(*document))
-    return words(document)
+    learned = [token for token, label in zip(*document) if label != IGNORED]
+    return tokenizer().decode(document.ids), tokenizer().decode(learned)
+
+
+def turns(*contents):
+    """A conversation, which the user begins."""
+    roles = itertools.cycle(("user", "assistant"))
+    return {"messages": [{"role": role, "content": each} for role, each in zip(roles, contents)]}
 
 
 def test_text_is_learned_whole_and_completions_alone():
@@ -62,27 +61,24 @@ def test_text_is_learned_whole_and_completions_alone():
 
 
 def test_of_a_conversation_what_the_assistant_says_is_learned():
-    message = [("user", "the cat"), ("assistant", "sees"), ("user", "the dog"), ("assistant", "hears")]
-    record = {"messages": [{"role": role, "content": content} for role, content in message]}
-    whole, learned = one(record)
+    whole, learned = one(turns("the cat", "sees", "the dog", "hears"))
     assert whole == "<user> the cat </s> <assistant> sees </s> <user> the dog </s> <assistant> hears </s>"
     assert learned == "sees </s> hears </s>"
-
-
-def test_a_record_of_no_known_kind_is_refused():
-    with pytest.raises(CompressionError, match=r"^here: record 0: has \['body'\]; should have text, prompt"):
-        list(tokenize([{"body": "the cat"}], tokenizer(), "here"))
-    with pytest.raises(CompressionError, match=r"messages; pairs for preference training \(DPO\) are not"):
-        list(tokenize([{"prompt": "the", "chosen": "cat", "rejected": "dog"}], tokenizer(), "here"))
 
 
 def said(*content):
     return {"messages": [{"role": "user", "content": each} for each in content]}
 
 
+PREFERENCES = {"prompt": "the", "chosen": "cat", "rejected": "dog"}
+KINDS = "text, prompt and completion, or messages"
+
+
 @pytest.mark.parametrize(
     ("record", "expected"),
     [
+        ({"body": "the cat"}, f"has ['body']; should have {KINDS}"),
+        (PREFERENCES, f"has ['chosen', 'prompt', 'rejected']; should have {KINDS}; pairs for preference"),
         ({"messages": "the cat"}, "messages: 'the cat' is not allowed: should be a list of {role, content}"),
         ({"messages": ["a"]}, "messages: 'a' is not allowed: should be a list of {role, content}"),
         ({"messages": None}, "messages: null is not allowed: should be a list of {role, content}"),
@@ -103,8 +99,7 @@ def test_keys_of_other_records_may_be_null():
     """`datasets` gives every record the keys of all."""
     assert one({"text": None, "prompt": "the", "completion": "cat", "messages": None})[1] == "cat </s>"
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "look"}]}
-    (document,) = tokenize([{"messages": [*said("the cat")["messages"], call]}], tokenizer(), "here")
-    assert words(document)[1]
+    assert one({"messages": [*said("the cat")["messages"], call]})[1]
 
 
 REWRITES = "{% for m in messages %}{% if loop.last %}{{ m['content'] }}{% endif %}{% endfor %}"
@@ -116,10 +111,9 @@ def test_a_template_that_fails_or_rewrites_what_came_before_is_named(template):
     """It was a traceback of Jinja."""
     known = tokenizer()
     known.chat_template = template
-    record = {"messages": [{"role": "user", "content": "a cat"}, {"role": "assistant", "content": "sees"}]}
     reason = "message 1: the chat template" if template == REWRITES else r"cannot be tokenized: \w+Error: "
-    with pytest.raises(CompressionError, match=f"^here: record 0: {reason}"):
-        list(tokenize([record], known, "here"))
+    line = refusal(lambda: list(tokenize([turns("a cat", "sees")], known, "here")))
+    assert re.match(f"here: record 0: {reason}", line)
 
 
 def test_text_files_are_cut_where_it_is_said():
@@ -198,5 +192,4 @@ def test_data_that_cannot_be_used_are_refused(tmp_path, monkeypatch, name, text,
     monkeypatch.chdir(tmp_path)  # an error quotes a long path in part
     if text is not None:
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    settings = read_settings(prepare(tmp_path, data={"train": name}))
-    assert expected in refusal(Sequences, settings, tokenizer())
+    assert expected in refusal(Sequences, read_settings(prepare(tmp_path, data={"train": name})), tokenizer())

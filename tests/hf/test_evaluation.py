@@ -2,7 +2,6 @@
 
 import math
 import re
-import sys
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from ds_compress.hf.settings import LearningRate, read_settings
 from ds_compress.hf.training import FinetuneRun
 from tests.support.calls import wrapped
 from tests.support.finetuning import BLOCK, DS_CONFIG, losses, prepare
-from tests.support.offline_wandb import read_offline
+from tests.support.offline_wandb import finish, keep_offline, read_offline
 from tests.support.ranks import run_ranks
 
 EVALUATED = {"lora": {"r": 4}, "eval_sequences": 4, "save_every": 0, "eval_every": 2}
@@ -85,19 +84,15 @@ def test_perplexity_is_told_with_compression_and_without(tmp_path):
 def run_with_wandb(path):
     """Run two steps; DeepSpeed starts W&B on rank 0 alone."""
     run(path, 2)
-    if wandb := sys.modules.get("wandb"):
-        wandb.finish()
-        wandb.teardown()  # waits for the process that writes the file
+    finish()
 
 
 def test_wandb_gets_settings_and_results(tmp_path, monkeypatch):
-    for name, value in (("MODE", "offline"), ("DIR", str(tmp_path)), ("SILENT", "true")):
-        monkeypatch.setenv(f"WANDB_{name}", value)
+    keep_offline(tmp_path, monkeypatch)
     block = {**BLOCK, "monitor": {"every": 1}}
     config = {**DS_CONFIG, "ds_compress": block, "wandb": {"enabled": True, "project": "tests"}}
     run_ranks(2, run_with_wandb, prepare(tmp_path, **EVALUATED, ds_config=config))
-    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    _, settings, summary = read_offline(file)
+    _, settings, summary = read_offline(tmp_path)
     assert settings["train"]["lora"]["r"] == 4 and "forward" in settings["ds_compress"]
     assert 1 < summary["perplexity_after"] < summary["perplexity_before"]
     assert re.match(r"ds_compress: .* sent instead of .* by step 2", summary["report"])

@@ -1,6 +1,5 @@
 """Runs that `merge`, or a run that goes on, would take for something else are refused in one line."""
 
-import json
 import resource
 import shutil
 
@@ -11,7 +10,7 @@ from ds_compress.hf.merge import merge
 from ds_compress.hf.settings import read_settings
 from ds_compress.hf.training import FinetuneRun
 from tests.hf.test_run_folder import allow_files_up_to
-from tests.support.finetuning import plain_run
+from tests.support.finetuning import change, plain_run
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
 
@@ -29,12 +28,6 @@ def refused(out, capsys):
     return line
 
 
-def change(run, **changes):
-    path = run / "train.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    return path
-
-
 FEWER = {"r": 8, "target_modules": ["q_proj", "v_proj"]}
 OTHERS = {
     "fewer modules": (FEWER, "layer 0: the checkpoint also trained ['down_proj', 'gate_proj', 'k_proj', "),
@@ -46,20 +39,16 @@ OTHERS = {
 @pytest.mark.parametrize(("lora", "expected"), OTHERS.values(), ids=OTHERS)
 def test_other_adapters_than_those_of_the_checkpoint(out, capsys, lora, expected):
     """With fewer modules the other adapters were dropped, and the exit code was 0."""
-    change(out, lora=lora)
+    change(out / "train.json", lora=lora)
     assert f"-model_states.pt: lora: {expected}" in refused(out, capsys)
 
 
 def test_a_run_goes_on_with_the_adapters_that_it_has(out):
     """Others were dropped, and new ones began with random weights."""
-    path = change(out, lora=FEWER, out=str(out), steps=8)
-    first, second = run_ranks(2, resume, path)
+    path = change(out / "train.json", lora=FEWER, out=str(out), steps=8)
+    first, second = run_ranks(2, lambda: refusal(FinetuneRun(read_settings(path)).resume))
     assert first.startswith("lora: layer 0: the checkpoint also trained ['down_proj', ")
     assert second.startswith("lora: layer 1: the checkpoint also trained ['down_proj', ")
-
-
-def resume(path):
-    return refusal(FinetuneRun(read_settings(path)).resume)
 
 
 def test_a_latest_that_names_no_checkpoint(out, capsys):

@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from deepspeed import initialize
 from peft import LoraConfig, PeftModel, inject_adapter_in_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 from transformers.quantizers import quantizer_bnb_4bit
@@ -15,8 +14,8 @@ from ds_compress.hf.merge import merge
 from ds_compress.hf.model import make_layer_specs
 from ds_compress.hf.settings import read_settings
 from ds_compress.hf.training import FinetuneRun
+from tests.support import finetuning
 from tests.support.finetuning import batch, load_model, losses, perplexity, prepare, run_model, save
-from tests.support.pipeline import ds_config
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
 
@@ -53,11 +52,9 @@ def load(folder, kind=None):
 def train(folder, quantize, out):
     """Losses, the adapters before the first step, and the loss after the last one, on this rank."""
     module = pipeline_module(folder, 2, LoraConfig(**LORA), quantize=quantize)
-    named = {name.split("model.", 1)[1]: p for name, p in module.named_parameters() if p.requires_grad}
-    before = {name: p.detach().clone() for name, p in named.items()}
-    config = ds_config(train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=1, train_batch_size=2)
-    config["optimizer"]["params"]["lr"] = RATE
-    engine, *_ = initialize(model=module, config=config, model_parameters=list(named.values()))
+    trained = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
+    before = {name.split("model.", 1)[1]: p.detach().clone() for name, p in trained}
+    engine = finetuning.start_engine(module, 2, 1, optimizer={"type": "SGD", "params": {"lr": RATE}})
     found = [engine.train_batch(iter([batch(step)])).item() for step in range(STEPS)]
     engine.save_checkpoint(str(out), exclude_frozen_parameters=True)
     return found, before, engine.eval_batch(iter([batch(STEPS)])).item()
@@ -142,8 +139,7 @@ def test_what_cannot_be_is_refused(tmp_path, monkeypatch):
         ({"quant_method": "gptq"}, "\"quant_method\": 'gptq'", "'bitsandbytes' or 'torchao'"),
         (int4, "\"quant_type\": 'Int4WeightOnlyConfig'", "'Int8WeightOnlyConfig' or 'IntxWeightOnlyConfig'"),
     ):
-        config = json.loads((folder / "config.json").read_text()) | {"quantization_config": stored}
-        (folder / "config.json").write_text(json.dumps(config))
+        finetuning.change(folder / "config.json", quantization_config=stored)
         assert refused(folder, lora) == (
             f"config.json: quantization_config: {key} is not supported in a pipeline; should be {allowed}, "
             'or a checkpoint with whole weights and "quantize": "nf4" in train.json'

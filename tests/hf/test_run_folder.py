@@ -9,7 +9,6 @@ import pytest
 from torch import distributed
 from transformers import AutoModelForCausalLM
 
-from ds_compress.errors import CompressionError
 from ds_compress.hf.merge import merge
 from ds_compress.hf.run_folder import RunFolder
 from ds_compress.hf.settings import read_settings
@@ -25,14 +24,15 @@ def machine(folder):
     return folder / f"machine{distributed.get_rank()}"
 
 
+def start(path, **changes):
+    """The run, with `out` on this rank's machine."""
+    settings = read_settings(path).model_copy(update={"out": str(machine(path.parent)), **changes})
+    return FinetuneRun(settings)
+
+
 def finetune(path, steps):
-    """Run up to `steps` with `out` on this rank's machine; what is refused is returned."""
-    settings = read_settings(path).model_copy(update={"out": str(machine(path.parent)), "steps": steps})
-    try:
-        run = FinetuneRun(settings)
-        run.run()
-    except CompressionError as error:
-        return str(error)
+    run = start(path, steps=steps)
+    run.run()
     return run.perplexity()
 
 
@@ -61,10 +61,9 @@ def test_a_machine_that_lost_its_checkpoint_is_named_on_every_rank(trained, tmp_
     copy = tmp_path / "copy"
     shutil.copytree(trained[0].parent, copy)
     shutil.rmtree(copy / "machine1" / "step4")
-    output = run_ranks(2, finetune, copy / "train.json", 6)
-    assert output[0] == output[1]
-    assert output[0].startswith("train.json.out: rank 1 does not find its part of step4 on its machine; ")
-    assert "\n" not in output[0]
+    first, second = run_ranks(2, refusal, finetune, copy / "train.json", 6)
+    assert first == second
+    assert first.startswith("train.json.out: rank 1 does not find its part of step4 on its machine; ")
 
 
 def test_layers_that_are_on_another_machine_are_explained(trained, tmp_path):
@@ -73,21 +72,15 @@ def test_layers_that_are_on_another_machine_are_explained(trained, tmp_path):
     (out / "latest").write_text("step2")  # of the first start, which ended before the second one
     for file in (out / "step2").glob("layer_04*"):
         file.unlink()
-    with pytest.raises(CompressionError, match="layer 4 of the pipeline is missing; if the machines do not"):
-        merge(out, tmp_path / "merged")
-
-
-def own_folder(folder):
-    """Whether a rank with a machine to itself shares its folder, and what it says of two replicas."""
-    path = machine(folder)
-    return RunFolder(path, 1).is_shared, refusal(RunFolder, path, 2)
+    said = refusal(merge, out, tmp_path / "merged")
+    assert "layer 4 of the pipeline is missing; if the machines do not" in said
 
 
 def test_replicas_need_a_folder_of_their_stage(tmp_path):
-    (shares, first), (also_shares, second) = run_ranks(2, own_folder, tmp_path)
-    assert not shares and not also_shares
+    first, second = run_ranks(2, lambda: refusal(RunFolder, machine(tmp_path), 2))
     assert first == second
     assert first.startswith("train.json.out: rank 1 does not see what rank 0 writes there, and both train")
+    assert run_ranks(2, lambda: RunFolder(machine(tmp_path), 1).is_shared) == [False, False]
 
 
 def last_step(folder):
@@ -126,13 +119,12 @@ def allow_files_up_to(size):
 
 def fill_disk(path, size, before_start):
     """What a rank says if rank 1 can write files of `size` bytes; its machine has a cache of the data."""
-    settings = read_settings(path).model_copy(update={"out": str(machine(path.parent))})
     limited = distributed.get_rank() == 1
 
     def train():
         if limited and before_start:
             allow_files_up_to(size)
-        run = FinetuneRun(settings)
+        run = start(path)
         if limited:
             allow_files_up_to(size)
         run.run()
@@ -156,10 +148,8 @@ def fill_disk(path, size, before_start):
 def test_a_full_disk_of_one_machine_is_said_on_every_rank(tmp_path, block, size, before_start, expected):
     """That rank ended with a traceback of NumPy or torch, the others with one of gloo."""
     config = {**DS_CONFIG, "ds_compress": block} if block else DS_CONFIG
-    path = prepare(tmp_path, steps=1, ds_config=config)
-    first, second = run_ranks(2, fill_disk, path, size, before_start)
-    assert expected in second
-    assert first == f"{second} [rank 1]"
+    first, second = run_ranks(2, fill_disk, prepare(tmp_path, steps=1, ds_config=config), size, before_start)
+    assert expected in second and first == f"{second} [rank 1]"
 
 
 def resume_from(folder, content):
@@ -195,8 +185,6 @@ def saved(path):
 @pytest.mark.parametrize(("block", "zero"), [(None, 0), (BLOCK, 1)], ids=["uncompressed", "zero-1"])
 def test_the_last_file_of_the_slowest_rank_is_written_before_it(tmp_path, block, zero):
     config = {**DS_CONFIG, "zero_optimization": {"stage": zero}} | ({"ds_compress": block} if block else {})
-    path = prepare(tmp_path, steps=1, ds_config=config)
-    for early in run_ranks(2, saved, path):
-        assert early
-        assert not any(early)
+    for early in run_ranks(2, saved, prepare(tmp_path, steps=1, ds_config=config)):
+        assert early and not any(early)
     assert (tmp_path / "out" / "latest").read_text() == "step1"

@@ -11,13 +11,13 @@ from deepspeed import comm as dist
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors import safe_open
 
-from ds_compress.errors import CompressionError
 from ds_compress.hf import pipeline_module
 from ds_compress.hf.merge import merge
 from ds_compress.hf.model import load_config
 from tests.support.finetuning import batch, load_model, run_model, save
 from tests.support.pipeline import ds_config
 from tests.support.ranks import run_ranks
+from tests.support.refusals import refusal
 
 MICRO_BATCHES = 2
 FEW = ("GPT-2", "Qwen2, tied", "OPT", "Mixtral")
@@ -41,8 +41,8 @@ def one_step(folders, stages, lora, runs=None, **options):
 def _one_step(folder, stages, lora, run, **options):
     module = pipeline_module(folder, stages, LoraConfig(**LORA) if lora else None, **options).eval()
     named = {name.split("model.", 1)[1]: p for name, p in module.named_parameters() if p.requires_grad}
-    config = ds_config(train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=MICRO_BATCHES)
-    config["train_batch_size"] = 2 * MICRO_BATCHES
+    sizes = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": 2 * MICRO_BATCHES}
+    config = ds_config(gradient_accumulation_steps=MICRO_BATCHES, **sizes)
     del config["optimizer"]
     optimizer = Recording(named.values(), lr=0.1)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
@@ -53,8 +53,7 @@ def _one_step(folder, stages, lora, run, **options):
     again = engine.eval_batch(iter(batches), num_micro_batches=MICRO_BATCHES).item()
     if run:
         engine.save_checkpoint(str(run), exclude_frozen_parameters=lora)
-    gradients = dict(zip(named, optimizer.gradients))
-    return loss, again, gradients, values if lora else {}
+    return loss, again, dict(zip(named, optimizer.gradients)), values if lora else {}
 
 
 def expected_step(folder, adapters):
@@ -73,21 +72,27 @@ def expected_step(folder, adapters):
     return loss, again, gradients
 
 
-def check(folders, stages, lora, **options):
+def is_equal(gradient, expected, scale):
+    return (gradient - expected).norm() <= 1e-5 * (expected.norm() + 1e-3 * scale)
+
+
+def is_alike(gradient, expected, scale):
+    is_same_way = torch.cosine_similarity(gradient.flatten(), expected.flatten(), dim=0) > 0.95
+    return gradient.dtype == torch.float32 and is_same_way
+
+
+def check(folders, stages, lora, compare=is_equal, rel=1e-5, **options):
     ranks = run_ranks(stages, partial(one_step, **options), folders, stages, lora)
     for folder, *found in zip(folders, *ranks):
         adapters = {name: value for _, _, _, values in found for name, value in values.items()}
-        loss, again, gradients = expected_step(folder, adapters)
+        assert {value.dtype for value in adapters.values()} == ({torch.float32} if lora else set())
+        *losses, gradients = expected_step(folder, adapters)
         scale = max(gradient.norm() for gradient in gradients.values())
-        seen = set()
-        for ours, ours_again, of_rank, _ in found:
-            assert ours == pytest.approx(loss, rel=1e-5), folder
-            assert ours_again == pytest.approx(again, rel=1e-5), folder
+        for *ours, of_rank, _ in found:
+            assert ours == pytest.approx(losses, rel=rel), folder
             for name, gradient in of_rank.items():
-                seen.add(name)
-                difference = (gradient - gradients[name]).norm()
-                assert difference <= 1e-5 * (gradients[name].norm() + 1e-3 * scale), (folder, name)
-        assert seen == gradients.keys()
+                assert compare(gradient, gradients[name], scale), (folder, name)
+        assert set().union(*(of_rank for _, _, of_rank, _ in found)) == gradients.keys()
 
 
 @pytest.fixture(scope="module")
@@ -108,16 +113,7 @@ def test_activations_computed_again_change_nothing(few):
 
 
 def test_adapters_are_in_fp32_over_weights_in_bf16(few):
-    ranks = run_ranks(2, partial(one_step, dtype=torch.bfloat16), few[1:2], 2, True)
-    adapters = {name: value for ((_, _, _, values),) in ranks for name, value in values.items()}
-    assert {value.dtype for value in adapters.values()} == {torch.float32}
-    loss, again, gradients = expected_step(few[1], adapters)
-    for ours, ours_again, of_rank, _ in (found[0] for found in ranks):
-        assert ours == pytest.approx(loss, rel=0.01)
-        assert ours_again == pytest.approx(again, rel=0.01)
-        assert {gradient.dtype for gradient in of_rank.values()} == {torch.float32}
-        for name, gradient in of_rank.items():
-            assert torch.cosine_similarity(gradient.flatten(), gradients[name].flatten(), dim=0) > 0.95
+    check(few[1:2], 2, True, is_alike, 0.01, dtype=torch.bfloat16)
 
 
 MERGED = ("GPT-2", "GPT-NeoX", "Mixtral", "Qwen2, tied")
@@ -162,22 +158,17 @@ def test_a_merged_model_computes_what_the_pipeline_did(trained, number, tmp_path
 
 def test_runs_that_are_not_complete_are_refused(trained, tmp_path):
     _, runs, _ = trained
-    with pytest.raises(CompressionError, match="train.json: No such file"):
-        merge(tmp_path, tmp_path / "merged")
+    assert "train.json: No such file" in refusal(merge, tmp_path, tmp_path / "merged")
     (tmp_path / "train.json").write_bytes((runs / "0" / "train.json").read_bytes())
-    with pytest.raises(CompressionError, match="no complete checkpoint: latest is missing"):
-        merge(tmp_path, tmp_path / "merged")
-
-
-def stage_layers(folders, stages):
-    return [pipeline_module(folder, stages).stage_layers for folder in folders]
+    assert "no complete checkpoint: latest is missing" in refusal(merge, tmp_path, tmp_path / "merged")
 
 
 def test_layers_of_stages_are_counted_as_they_were_given(tmp_path):
     """Recipe `auto` proposes such counts: without embedding and head, also if these are tied."""
-    folders = [save(family, tmp_path / str(number)) for number, family in enumerate(("Llama", "Qwen2, tied"))]
-    stages = [1, load_config(folders[0]).num_hidden_layers - 1]
-    assert run_ranks(2, stage_layers, folders, stages) == [[stages, stages]] * 2
+    for family in ("Llama", "Qwen2, tied"):
+        folder = save(family, tmp_path / family)
+        stages = [1, load_config(folder).num_hidden_layers - 1]
+        assert run_ranks(2, lambda: pipeline_module(folder, stages).stage_layers) == [stages] * 2
 
 
 def tied_copies(folder):

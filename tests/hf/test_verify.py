@@ -60,13 +60,10 @@ def test_lost_gradients_are_named(monkeypatch):
     assert "belong to no part" in refused(config("Llama"))
 
 
-def test_a_model_without_such_layers_is_refused():
+def test_a_model_whose_layers_or_embedding_are_not_found_is_refused():
+    """The latter once as `its parts do not run alone: StopIteration:`."""
     given = transformers.MambaConfig(**SIZES, state_size=4)
     assert refused(given).startswith("MambaConfig: this model cannot be cut into stages: ")
-
-
-def test_an_embedding_that_is_not_found_is_said():
-    """It was once refused as `its parts do not run alone: StopIteration:`."""
     reason = "its embedding of tokens is inside another module, not beside the layers"
     assert refused(transformers.BertConfig(**SIZES)).endswith(reason)
 

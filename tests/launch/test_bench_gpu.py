@@ -10,18 +10,14 @@ from torch import nn
 from ds_compress.cli.bench import benchmark_tensor
 from ds_compress.codec import TensorSpec, build
 from ds_compress.message.packet import PacketLayout
+from launch import capture as capturing
+from launch.bench import gpu as script
 from launch.capture import CODECS, capture, errors, save
 from tests.support import messages
-from tests.support.launch_scripts import load_script
 from tests.support.pipeline import boundary_tensors
 
 
-@pytest.fixture
-def script():
-    return load_script("bench/gpu")
-
-
-def test_every_codec_has_its_row(script, monkeypatch, tmp_path):
+def test_every_codec_has_its_row(monkeypatch, tmp_path):
     def peers(x):
         return [script.Method("torch.topk", script.sparse, lambda parts: script.dense(parts, x))]
 
@@ -41,7 +37,7 @@ def test_every_codec_has_its_row(script, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("share, verdict", [(0.85, 0), (0.84, 1)])
-def test_a_missed_goal_is_an_exit_status(share, verdict, script, monkeypatch):
+def test_a_missed_goal_is_an_exit_status(share, verdict, monkeypatch):
     row = {"name": "quantize", "encode_s": 1, "decode_s": 1, "bits": 8, "of_copy": share, "goal": 0.85}
     monkeypatch.setattr(script, "measure", lambda x, rounds: [row])
     monkeypatch.setattr(sys, "argv", ["bench_gpu", "--device", "cpu", "--shape", "2,2"])
@@ -55,7 +51,6 @@ def named(messages):
 
 
 def test_what_crosses_is_captured():
-    torch.manual_seed(0)
     layers, x = [nn.Linear(8, 8) for _ in range(4)], torch.randn(3, 8)
     (one, other) = boundary_tensors(layers, [1, 3], x, lambda y: y.square().mean())
     found = capture(layers, [1, 3], x, lambda y: y.square().mean())
@@ -63,14 +58,15 @@ def test_what_crosses_is_captured():
     assert all(map(torch.equal, found.values(), (*one, *other)))
 
 
-def by_bits(sent, direction, hadamard):
-    codecs = [codec for codec in CODECS if codec.get("hadamard") == hadamard]
-    return {codec["bits"]: errors(sent, codec, direction) for codec in codecs}
+def by_bits(messages, direction):
+    """Size and error of each codec that rotates, and of each that does not."""
+    sent = named(messages)
+    kinds = ([codec for codec in CODECS if codec.get("hadamard") == on] for on in (True, None))
+    return [{codec["bits"]: errors(sent, codec, direction) for codec in kind} for kind in kinds]
 
 
 def test_a_rotation_pays_for_gradients_of_a_transformer():
-    sent = named(messages.transformer())
-    rotated, plain = (by_bits(sent, "backward", rotates) for rotates in (True, None))
+    rotated, plain = by_bits(messages.transformer(), "backward")
     for bits in (2, 3):
         size = bits + 0.25 + 1 / 64  # the last: a bit for each row, as groups cross rows of 64 values
         assert rotated[bits][0] == plain[bits][0] == size and rotated[bits][1] < plain[bits][1]
@@ -78,14 +74,12 @@ def test_a_rotation_pays_for_gradients_of_a_transformer():
 
 def test_behind_a_relu_a_rotation_does_not_pay():
     """At 4 bits a group's own range, without a rotation, loses less: what the docs say."""
-    rotated, plain = (by_bits(named(messages.cnn()), "forward", hadamard=rotates) for rotates in (True, None))
+    rotated, plain = by_bits(messages.cnn(), "forward")
     assert plain[4][1] < rotated[4][1] < 0.11
 
 
 def test_files_can_be_read_again(tmp_path, monkeypatch, capsys):
-    from launch import capture as script
-
     save(named(messages.transformer()), tmp_path / "messages.safetensors")
     monkeypatch.setattr("sys.argv", ["capture.py", str(tmp_path / "messages.safetensors")])
-    script.main()
+    capturing.main()
     assert "hadamard" in capsys.readouterr().out

@@ -8,19 +8,10 @@ import pytest
 import torch
 
 from ds_compress.config import DIRECTIONS
-from tests.support.launch_scripts import ROOT, load_script, write_csv
+from launch import demo, train_lm
+from tests.support.launch_scripts import ROOT, write_csv
 
 SAMPLES = 32  # per step
-
-
-@pytest.fixture(scope="module")
-def demo():
-    return load_script("demo")
-
-
-@pytest.fixture(scope="module")
-def train_lm():
-    return load_script("train_lm")
 
 
 @pytest.fixture
@@ -44,7 +35,7 @@ def write_bytes(folder, raw, wire):
         write_csv(folder, label, [(SAMPLES, size), (2 * SAMPLES, 2 * size)])
 
 
-def test_the_port_of_a_launch_stays_its_own(demo):
+def test_the_port_of_a_launch_stays_its_own():
     """The launcher takes seconds to come to rank 0, and once another process had the port by then."""
     with demo.deepspeed_launcher(2) as (launcher, _), socket.socket() as other:
         port = int(launcher[launcher.index("--master_port") + 1])
@@ -52,7 +43,7 @@ def test_the_port_of_a_launch_stays_its_own(demo):
             other.bind(("127.0.0.1", port))
 
 
-def test_summary_row(demo, run_folder):
+def test_summary_row(run_folder):
     raw, wire = 12 * 4 * 2**30, 12 * 2 * (10 + 30)
     assert demo.summarize("topk10", run_folder) == {
         "recipe": "topk10",
@@ -66,7 +57,7 @@ def test_summary_row(demo, run_folder):
     }
 
 
-def test_summary_of_fewer_steps_than_the_window(demo, tmp_path):
+def test_summary_of_fewer_steps_than_the_window(tmp_path):
     write_csv(tmp_path, "Train/Samples/train_loss", [(32, 5.0), (64, 4.0)])
     write_csv(tmp_path, "Train/Samples/step_ms", [(32, 100), (64, 200)])
     write_bytes(tmp_path, raw=400, wire=50)
@@ -74,37 +65,30 @@ def test_summary_of_fewer_steps_than_the_window(demo, tmp_path):
     assert (row["first_loss"], row["final_loss"], row["step_ms"], row["ratio"]) == (4.5, 4.5, 150.0, 8.0)
 
 
-def test_progress_shows_loss_ratio_and_bytes_saved_from_what_is_written_so_far(demo, tmp_path):
+def test_progress_shows_loss_ratio_and_bytes_saved_from_what_is_written_so_far(tmp_path):
     assert demo.read_progress(tmp_path) == (0, {})
     write_csv(tmp_path, "Train/Samples/train_loss", [(32, 5.0), (64, 4.0)])
     assert demo.read_progress(tmp_path) == (2, {"loss": "4.000"})
+    write_bytes(tmp_path, raw=1000, wire=1032)
+    assert demo.read_progress(tmp_path)[1]["saved"] == "0.000 GB"  # and not -0
     write_bytes(tmp_path, raw=1.5e9, wire=0.5e9)
     with open(tmp_path / "Train_Samples_train_loss.csv", "a") as file:
         file.write("96,")  # seen while DeepSpeed writes it
     assert demo.read_progress(tmp_path) == (2, {"loss": "4.000", "ratio": "3.00x", "saved": "4.000 GB"})
 
 
-def test_a_little_more_than_nothing_saved_is_no_negative_zero(demo, tmp_path):
-    write_csv(tmp_path, "Train/Samples/train_loss", [(SAMPLES, 4.0)])
-    write_bytes(tmp_path, raw=1000, wire=1032)
-    assert demo.read_progress(tmp_path)[1]["saved"] == "0.000 GB"
-
-
-def test_run_without_byte_counts_is_refused_in_one_line(demo, run_folder):
+def test_byte_counts_that_stop_early_or_are_not_there_are_refused(run_folder):
+    write_csv(run_folder, "Train/Samples/train_loss", [(13 * SAMPLES, 1.0)])
+    with pytest.raises(SystemExit, match=f"end at sample {12 * SAMPLES}, the run at {13 * SAMPLES}"):
+        demo.summarize("none", run_folder)
     for file in run_folder.glob("*_bytes.csv"):
         file.unlink()
     with pytest.raises(SystemExit, match=r"^demo: .*: no raw_bytes: .*not active[^\n]*$"):
         demo.summarize("none", run_folder)
 
 
-def test_byte_counts_that_stop_early_are_refused(demo, run_folder):
-    write_csv(run_folder, "Train/Samples/train_loss", [(13 * SAMPLES, 1.0)])
-    with pytest.raises(SystemExit, match=f"end at sample {12 * SAMPLES}, the run at {13 * SAMPLES}"):
-        demo.summarize("none", run_folder)
-
-
 @pytest.mark.parametrize("steps, every", [(120, 10), (125, 5), (7, 1)])
-def test_derived_config_adds_only_the_monitors(demo, tmp_path, steps, every):
+def test_derived_config_adds_only_the_monitors(tmp_path, steps, every):
     settings = json.loads((ROOT / "ds_configs" / "safe.json").read_text())
     derived = demo.derive_config(settings, steps, tmp_path)
     assert derived.pop("csv_monitor") == {"enabled": True, "output_path": str(tmp_path), "job_name": "csv"}
@@ -112,7 +96,7 @@ def test_derived_config_adds_only_the_monitors(demo, tmp_path, steps, every):
     assert derived == settings
 
 
-def test_default_text_is_deterministic_and_capped(train_lm):
+def test_default_text_is_deterministic_and_capped():
     train, held_out = train_lm.load_text(None)
     again, _ = train_lm.load_text(None)
     assert torch.equal(train, again)
@@ -120,26 +104,24 @@ def test_default_text_is_deterministic_and_capped(train_lm):
     assert b"import" in bytes(train[:100_000].tolist())
 
 
-def test_splits_are_disjoint_and_cover_the_text(train_lm, tmp_path):
+def test_splits_are_disjoint_and_cover_the_text(tmp_path):
     (tmp_path / "sub").mkdir()
-    (tmp_path / "b.txt").write_bytes(bytes(range(100, 200)))
-    (tmp_path / "a.txt").write_bytes(bytes(range(100)))
-    (tmp_path / "sub" / "c.txt").write_bytes(bytes(range(200, 256)))
+    for name, place in {"b.txt": (100, 200), "a.txt": (0, 100), "sub/c.txt": (200, 256)}.items():
+        (tmp_path / name).write_bytes(bytes(range(*place)))
     train, held_out = train_lm.load_text(str(tmp_path))
-    assert train.tolist() + held_out.tolist() == list(range(256))
-    assert len(held_out) == 26
+    assert train.tolist() + held_out.tolist() == list(range(256)) and len(held_out) == 26
     single, _ = train_lm.load_text(str(tmp_path / "a.txt"))
     assert single.tolist() == list(range(90))
 
 
-def test_empty_data_is_refused(train_lm, tmp_path):
+def test_empty_data_is_refused(tmp_path):
     with pytest.raises(SystemExit, match="no file there"):
         train_lm.load_text(str(tmp_path))
     with pytest.raises(SystemExit, match="10 bytes in one split"):
         next(train_lm.batches(torch.zeros(10, dtype=torch.uint8), 1, 10, seed=0))
 
 
-def test_batches_follow_from_seed_replica_and_position(train_lm):
+def test_batches_follow_from_seed_replica_and_position():
     tokens = torch.arange(250, dtype=torch.uint8)
 
     def draw(count, **options):
@@ -154,16 +136,11 @@ def test_batches_follow_from_seed_replica_and_position(train_lm):
     assert not torch.equal(stream, draw(6, seed=1, replica=1))
     # the label is the next byte; here each byte is its position
     assert torch.equal(stream[:, 1], stream[:, 0] + 1)
+    inputs, labels = next(train_lm.batches(torch.arange(20, dtype=torch.uint8), 200, 16, seed=0))
+    assert inputs.min() == 0 and labels.max() == 19, "both ends of the text are reached"
 
 
-def test_batches_reach_both_ends_of_the_text(train_lm):
-    tokens = torch.arange(20, dtype=torch.uint8)
-    inputs, labels = next(train_lm.batches(tokens, 200, 16, seed=0))
-    assert inputs.min() == 0 and labels.max() == 19
-
-
-def test_model_is_causal_and_starts_at_chance(train_lm):
-    torch.manual_seed(0)
+def test_model_is_causal_and_starts_at_chance():
     args = train_lm.argparse.Namespace(layers=2, hidden=32, heads=4, seq=16)
     model = torch.nn.Sequential(*(spec.build() for spec in train_lm.build_layers(args)))
     ids = torch.randint(256, (2, 16))

@@ -29,9 +29,9 @@ class HeldSender(Sender):
         pass
 
 
-def transmit(channel, meter, message_id, x):
+def transmit(channel, meter, step, micro_batch, x):
     end = SendingEnd(channel, HeldSender(), HeldSender(), CodecStream(), observers=[meter])
-    end.transmit([x], message_id)
+    end.transmit([x], channel.message_id(step, micro_batch))
 
 
 @pytest.mark.parametrize("bad, share", [(math.inf, 0.5), (math.nan, 0.5), (1.0, 0.0)])
@@ -43,8 +43,7 @@ def test_messages_that_are_not_finite_are_counted(bad, share):
         boundary = Boundary(0, Config({"forward": {"codec": "bf16"}, "min_numel": 0}))
         meter = SendingMeter(HostClock(), {compared})
         for micro_batch, x in enumerate(messages):
-            message_id = boundary.forward.message_id(0, micro_batch)
-            transmit(boundary.forward, meter, message_id, x)
+            transmit(boundary.forward, meter, 0, micro_batch, x)
         values = meter.values()
         assert values["nonfinite_share"] == share
         if compared == 1 and share:
@@ -60,9 +59,8 @@ def gradient_error(steps):
     for step in steps:
         meter = SendingMeter(HostClock(), range(4), gradients)
         for micro_batch in range(4):
-            message_id = boundary.backward.message_id(step, micro_batch)
             x = 0.1 + torch.randn(32, 16, generator=torch.Generator().manual_seed(micro_batch))
-            transmit(boundary.backward, meter, message_id, x)
+            transmit(boundary.backward, meter, step, micro_batch, x)
     return meter.values()["gradient_error"]
 
 
@@ -77,15 +75,13 @@ def test_a_sink_hides_no_other_token():
     with first_row_codec():
         boundary = Boundary(0, Config({"forward": FIRST_ROW, "min_numel": 0}))
         meter = SendingMeter(HostClock(), {0})
-        message_id = boundary.forward.message_id(0, 0)
         x = message_with_sink()
-        transmit(boundary.forward, meter, message_id, x)
+        transmit(boundary.forward, meter, 0, 0, x)
         values = meter.values()
     assert values["relative_error"] < 0.03 and values["token_error"] > 0.99
     assert values["message_norm"] == pytest.approx(x.double().norm().item())
     assert set(values) == set(SendingMeter.COLUMNS)
-    lasting = {"residual_share": 0.0}
-    found = MessageQuality.of({**values, **lasting}, {}, "forward")
+    found = MessageQuality.of({**values, "residual_share": 0.0}, {}, "forward")
     assert [each.limit for each in found.violations(boundary.config.block.guard)] == ["error", "lost_rows"]
 
 
@@ -98,11 +94,9 @@ def channel(direction, memory, loss_scale=1.0):
 
 def test_residuals_of_two_micro_batches_and_two_tensors():
     """Norms 3 and 4 of one tensor, 12 and 0 of the other: 13 together, 13 / sqrt(2) for a micro-batch."""
-    key = "backward/sender/ef/micro_batch"
-    memory = {
-        0: {f"{key}0": torch.tensor([3.0, 0.0]), f"{key}1": torch.tensor([0.0, 4.0])},
-        1: {f"{key}0": torch.tensor([12.0]), f"{key}1": torch.zeros(1)},
-    }
+    keys = [f"backward/sender/ef/micro_batch{number}" for number in range(2)]
+    kept = ([3.0, 0.0], [0.0, 4.0]), ([12.0], [0.0])
+    memory = {position: dict(zip(keys, map(torch.tensor, each))) for position, each in enumerate(kept)}
     memory[0]["forward/sender/ef/micro_batch0"] = torch.tensor([1e6])  # of the other direction
     memory[0]["backward/mirror/ef21"] = torch.tensor([1e6])  # not held back
     found = residual_values(channel("backward", memory), 2.0)

@@ -76,40 +76,34 @@ def test_boundaries_alike_are_named_once():
     assert message.startswith(f"{others}boundary 1: forward bf16 400 -> 200")
 
 
-def test_a_log_file_gets_a_line_every_few_percent():
+def progress(numbers, *said, is_terminal=False, **options):
+    """What is written of these steps."""
     output = io.StringIO()
-    progress = Progress("training", 1000, output=output)
-    for step in range(1, 1001):
-        progress.update(step, {"loss": "1.0"})
-    progress.close()
-    lines = output.getvalue().splitlines()
+    output.isatty = lambda: is_terminal
+    shown = Progress("training", output=output, **options)
+    for step in numbers:
+        shown.update(step, {"loss": "1.0"})
+    for line in said:
+        shown.say(line)
+    shown.close()
+    return output.getvalue()
+
+
+def test_a_log_file_gets_a_line_every_few_percent():
+    lines = progress(range(1, 1001), steps=1000).splitlines()
     assert len(lines) == LINES
     assert lines[0] == "training: 40/1000 steps, 00:00 left loss=1.0"
     assert lines[-1] == "training: 1000/1000 steps, 00:00 left loss=1.0"
 
 
 def test_a_resumed_run_counts_on():
-    output = io.StringIO()
-    progress = Progress("training", 100, done=50, output=output)
-    progress.update(50, {})
-    assert output.getvalue() == ""
-    progress.update(52, {})
-    assert output.getvalue() == "training: 52/100 steps, 00:00 left\n"
+    assert progress([50, 52], steps=100, done=50) == "training: 52/100 steps, 00:00 left loss=1.0\n"
 
 
 def test_a_terminal_gets_a_bar():
-    output = io.StringIO()
-    output.isatty = lambda: True
-    progress = Progress("training", 10, output=output)
-    progress.update(10, {"loss": "1.0"})
-    progress.close()
-    assert "10/10" in output.getvalue()
-    assert "loss=1.0" in output.getvalue()
+    written = progress([10], steps=10, is_terminal=True)
+    assert "10/10" in written and "loss=1.0" in written
 
 
 def test_other_ranks_write_nothing():
-    output = io.StringIO()
-    progress = Progress("training", 10, output=output, shown=False)
-    progress.update(10, {})
-    progress.say("done")
-    assert output.getvalue() == ""
+    assert progress([10], "done", steps=10, shown=False) == ""

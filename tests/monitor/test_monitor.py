@@ -4,6 +4,7 @@ import contextlib
 import errno
 import io
 import itertools
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -20,18 +21,16 @@ from ds_compress.monitor.metrics import CHANNEL, PIPELINE, PREFIX, label
 from tests.support import pipeline
 from tests.support.calls import wrapped
 from tests.support.launch_scripts import read_run
-from tests.support.offline_wandb import read_offline
+from tests.support.offline_wandb import finish, keep_offline, read_offline
 from tests.support.pipeline import MICRO_BATCH, MICRO_BATCHES, batches, build, ds_config, same_weights
 from tests.support.pipeline_kinds import KINDS
 from tests.support.ranks import run_ranks
 
 STEPS = 4
-BLOCK = {
-    "forward": {"codec": {"name": "quantize", "rounding": "stochastic"}, "feedback": "ef21"},
-    "backward": {"codec": {"name": "topk", "density": 0.1}, "feedback": {"name": "ef", "dtype": "int8"}},
-    "min_numel": 0,
-    "monitor": {"every": 1},
-}
+BLOCK = {"min_numel": 0, "monitor": {"every": 1}}
+BLOCK |= {"forward": {"codec": {"name": "quantize", "rounding": "stochastic"}, "feedback": "ef21"}}
+SPARSE, INT8 = {"name": "topk", "density": 0.1}, {"name": "ef", "dtype": "int8"}
+BLOCK |= {"backward": {"codec": SPARSE, "feedback": INT8}}
 
 
 def sinks(folder, wandb=True):
@@ -52,13 +51,9 @@ def train_and_count(stages, config):
         sending = {(each.boundary.number, each.direction): each.sent for each in channels}
         counted.append({place: (sent.raw_bytes, sent.wire_bytes) for place, sent in sending.items()})
     if config.get("wandb") and engine.global_rank == 0:
-        import wandb
-
-        wandb.finish()
-        wandb.teardown()  # waits for the process that writes the file
-    monitor = engine.ds_compress.monitor
-    own = {"losses": losses, "weights": pipeline.weights(engine)}
-    return {**own, "counted": counted, "summary": monitor.summary()}
+        finish()
+    summary = engine.ds_compress.monitor.summary()
+    return {"losses": losses, "weights": pipeline.weights(engine), "counted": counted, "summary": summary}
 
 
 def charts(folder):
@@ -75,41 +70,33 @@ def charts(folder):
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.extended(keep=1)
 def test_sinks_hold_what_the_channels_counted(stages, tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    monkeypatch.setenv("WANDB_SILENT", "true")
+    keep_offline(tmp_path, monkeypatch)
     replicas = 2
     config = ds_config(BLOCK, replicas=replicas, **sinks(tmp_path))
     ranks = run_ranks(stages * replicas, train_and_count, stages, config)
 
     first_replica = ranks[::replicas]
     samples = [step * MICRO_BATCH * MICRO_BATCHES * replicas for step in range(1, STEPS + 1)]
-    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    wandb_series, settings, _ = read_offline(file)
+    wandb_series, settings, _ = read_offline(tmp_path)
     found = {sink: read_run(tmp_path / sink).series for sink in ("csv", "tensorboard")}
     found["wandb"] = wandb_series
+    places = list(itertools.product(range(stages - 1), DIRECTIONS))
+    measured = ("encode_ms", "decode_ms", "relative_error", "send_ms", "wait_ms", "cosine")
+    positive = [*map(label, PIPELINE), *(label(name, *place) for name in measured for place in places)]
     for sink, series in found.items():
-        assert [x for x, _ in series[LOSS]] == samples, sink
-        for name in PIPELINE:
-            assert [x for x, _ in series[label(name)]] == samples, (sink, name)
-            assert all(value > 0 for _, value in series[label(name)]), (sink, name)
-        for boundary in range(stages - 1):
-            for direction in DIRECTIONS:
-                rows = {name: series[label(name, boundary, direction)] for name in CHANNEL}
-                for name, points in rows.items():
-                    assert [x for x, _ in points] == samples, (sink, boundary, direction, name)
-                sender = first_replica[boundary + (direction == "backward")]
-                counted = [step[boundary, direction] for step in sender["counted"]]
-                assert [value for _, value in rows["raw_bytes"]] == [raw for raw, _ in counted]
-                assert [value for _, value in rows["wire_bytes"]] == [wire for _, wire in counted]
-                raw, wire = counted[0]
-                assert rows["ratio"][-1][1] == pytest.approx(raw / wire)
-                for name in ("encode_ms", "decode_ms", "relative_error", "send_ms", "wait_ms"):
-                    assert all(value > 0 for _, value in rows[name]), (sink, name)
-                assert all(0 < value <= 1 for _, value in rows["cosine"])
-                assert all(value == 0 for _, value in rows["nonfinite_share"])
-                for name in ("residual_norm", "residual_share"):  # ef keeps one, ef21 does not
-                    assert (rows[name][-1][1] > 0) == (direction == "backward")
+        for name in (LOSS, *positive, *(label(name, *place) for name in CHANNEL for place in places)):
+            assert [x for x, _ in series[name]] == samples, (sink, name)
+        for name in positive:
+            assert all(value > 0 for _, value in series[name]), (sink, name)
+        for boundary, direction in places:
+            rows = {name: [y for _, y in series[label(name, boundary, direction)]] for name in CHANNEL}
+            sender = first_replica[boundary + (direction == "backward")]
+            counted = [step[boundary, direction] for step in sender["counted"]]
+            assert [*zip(rows["raw_bytes"], rows["wire_bytes"])] == counted
+            assert rows["ratio"][-1] == pytest.approx(counted[0][0] / counted[0][1])
+            assert max(rows["cosine"]) <= 1 and not any(rows["nonfinite_share"])
+            for name in ("residual_norm", "residual_share"):  # ef keeps one, ef21 does not
+                assert (rows[name][-1] > 0) == (direction == "backward")
     ours = {name for name in found["tensorboard"] if name.startswith("Train/Compression/")}
     assert set(charts(tmp_path / "tensorboard")) == ours
     assert settings["ds_compress"]["forward"]["name"] == "quantize"
@@ -245,16 +232,15 @@ WRITTEN = {"blocking": 1, "eager": 2}
 EVERY_STEP = {"monitor": {"every": 1}}
 
 
-def keep(engine, step):
+def keep(name, engine, step):
     """Changes nothing."""
 
 
-def resize(engine, step):
-    replicas = engine.grid.get_data_parallel_world_size()
-    engine.set_train_batch_size(MICRO_BATCH * SIZES[step] * replicas)
+def resize(name, engine, step):
+    engine.set_train_batch_size(MICRO_BATCH * SIZES[step] * engine.grid.get_data_parallel_world_size())
 
 
-def train(config, before_step=keep, **options):
+def train(config, before_step, **options):
     """Losses, weights and warnings of one engine; `before_step` is called with engine and step."""
     warnings = pipeline.log_lines()
     engine = build(2, config, **options)
@@ -269,21 +255,22 @@ def same(mine, stock):
     return mine["losses"] == stock["losses"] and same_weights(mine["weights"], stock["weights"])
 
 
-def train_with_other_sizes(kind, folder):
-    """By name of the run: stock, and `none` over both links."""
+def train_each(folder, blocks, before_step=keep, **options):
+    """By name of the run: stock, and with each block; `BREAKS` says what breaks in the run of a name."""
+    runs = {}
     with contextlib.redirect_stdout(io.StringIO()):
-        runs = {"stock": train(ds_config(), resize, **kind.module)}
-        for mode, every in WRITTEN.items():
-            block = {"link": {"mode": mode}, "monitor": {"every": every}}
-            config = ds_config(block, **sinks(folder / mode, wandb=False))
-            runs[mode] = train(config, resize, **kind.module)
-        return runs
+        for name, block in {"stock": None, **blocks}.items():
+            config = ds_config(block, **sinks(folder / name, wandb=False))
+            with BREAKS.get(name, contextlib.nullcontext)():
+                runs[name] = train(config, partial(before_step, name), **options)
+    return runs
 
 
 @pytest.mark.parametrize("kind", [name for name in ("tensor", "dualpipev") if name in KINDS])
 def test_the_batch_size_may_change(kind, tmp_path):
     """The number of micro-batches was kept from the start: the first logged step after a change failed."""
-    for runs in run_ranks(2, train_with_other_sizes, KINDS[kind], tmp_path):
+    blocks = {mode: {"link": {"mode": mode}, "monitor": {"every": every}} for mode, every in WRITTEN.items()}
+    for runs in run_ranks(2, partial(train_each, tmp_path, blocks, resize, **KINDS[kind].module)):
         for name, run in runs.items():
             assert same(run, runs["stock"]), name
             assert not run["warnings"]
@@ -295,26 +282,15 @@ def test_the_batch_size_may_change(kind, tmp_path):
         assert [value for _, value in series[label("cosine", 0, "forward")]] == [1.0] * (LONGER // every)
 
 
-def watch_sometimes(everywhere):
-    def change(engine, step):
-        if everywhere or engine.global_rank == 1:
-            engine.monitor.enabled = step not in (2, 3)
-
-    return change
-
-
-def train_watched_sometimes(folder):
-    """Stock, and with sinks that DeepSpeed's monitor drops and takes up again: on all ranks, on one."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        return {
-            name: train(ds_config(block, **sinks(folder / name, wandb=False)), watch_sometimes(name != "one"))
-            for name, block in {"stock": None, "all": EVERY_STEP, "one": EVERY_STEP}.items()
-        }
+def watch_sometimes(name, engine, step):
+    """DeepSpeed's monitor drops its sinks and takes them up again: on all ranks, or on one."""
+    if name != "one" or engine.global_rank == 1:
+        engine.monitor.enabled = step not in (2, 3)
 
 
 def test_sinks_may_come_and_go(tmp_path):
     """Once they were kept from the start. What one stage has not measured is not written."""
-    ranks = run_ranks(2, train_watched_sometimes, tmp_path)
+    ranks = run_ranks(2, train_each, tmp_path, {"all": EVERY_STEP, "one": EVERY_STEP}, watch_sometimes)
     for name in ("all", "one"):
         assert all(same(runs[name], runs["stock"]) and not runs[name]["warnings"] for runs in ranks)
         series = read_run(tmp_path / name / "csv").series
@@ -375,21 +351,11 @@ BREAKS = {
 }
 
 
-def train_with_breaks(folder, mode):
-    """By name of what breaks: what one rank has to show."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        runs = {"stock": train(ds_config())}
-        for name, broken in BREAKS.items():
-            block = {**EVERY_STEP, "link": {"mode": mode}}
-            with broken():
-                runs[name] = train(ds_config(block, **sinks(folder / name, wandb=False)))
-    return runs
-
-
 @pytest.mark.parametrize("mode", ["blocking", "eager"])
 @pytest.mark.extended(keep=1)
 def test_what_breaks_is_said_once_and_switches_monitoring_off(mode, tmp_path):
-    ranks = run_ranks(2, train_with_breaks, tmp_path, mode)
+    block = {**EVERY_STEP, "link": {"mode": mode}}
+    ranks = run_ranks(2, train_each, tmp_path, dict.fromkeys(BREAKS, block))
     for name in BREAKS:
         assert all(same(runs[name], runs["stock"]) for runs in ranks), name
         warnings = [warning for runs in ranks for warning in runs[name]["warnings"]]

@@ -23,7 +23,7 @@ from ds_compress.sites.store import connect
 from ds_compress.sites.worker import _work
 from tests.support import pipeline
 from tests.support.calls import wrapped
-from tests.support.pipeline import MICRO_BATCHES, batches, build, ds_config, log_lines, loss_fn, simulated
+from tests.support.pipeline import batches, build, ds_config, log_lines, simulated
 from tests.support.pipeline_kinds import fp16_on_cpu
 from tests.support.ranks import run_launches, run_ranks
 from tests.support.refusals import refusal
@@ -48,40 +48,38 @@ def block(every=3, delay=1, **changes):
     return {"replicas": replicas}
 
 
-def data_of(launch, engine):
-    dtype = next(engine.module.parameters()).dtype
-    return batches(launch * 10 + engine.grid.get_data_parallel_id(), dtype, (8, WIDE))
-
-
-def train(launch, stages, config, steps, specs="wide", launches=2):
+def train(launch, stages, config, steps, specs="wide"):
     fp16_on_cpu()
     lines = log_lines()
-    engine = build(stages, config[launch] if isinstance(config, list) else config, SPECS[specs]())
-    data = data_of(launch, engine)
-    session = engine.ds_compress
-    # all take their seats before the first round begins
-    session.begin_step()
-    wait_for_seats(launches * torch.distributed.get_world_size())
+    config = config[launch] if isinstance(config, list) else config
+    engine, data, outer = start(launch, config, stages, SPECS[specs]())
+    take_seats(engine)
+    go_on(engine, data, steps)
+    outer.collect()
+    found = {"weights": pipeline.weights(engine), "digest": digest(engine), "lines": lines}
+    found |= {"anchor": torch.cat(outer.anchor).numpy().tobytes(), "position": outer.position}
+    return found | {"members": outer._members, "sent": (outer.sent.raw_bytes, outer.sent.wire_bytes)}
+
+
+def start(launch, config, stages=1, specs=None):
+    """An engine, its data, and its exchanges with other launches."""
+    engine = build(stages, config, specs or wide_layers())
+    dtype = next(engine.module.parameters()).dtype
+    data = batches(launch * 10 + engine.grid.get_data_parallel_id(), dtype, (8, WIDE))
+    return engine, data, engine.ds_compress.traffic["replicas"]
+
+
+def go_on(engine, data, steps):
     for _ in range(steps):
         engine.train_batch(data)
-    outer = session.traffic["replicas"]
-    outer.collect()
-    return {
-        "weights": pipeline.weights(engine),
-        "digest": digest(engine),
-        "anchor": torch.cat(outer.anchor).numpy().tobytes(),
-        "position": outer.position,
-        "members": outer._members,
-        "sent": (outer.sent.raw_bytes, outer.sent.wire_bytes),
-        "lines": lines,
-    }
 
 
-def wait_for_seats(count):
-    """Wait until so many ranks, of all launches, have come here."""
+def take_seats(engine):
+    """Wait until the ranks of two launches have come here, before the first round begins."""
+    engine.ds_compress.begin_step()
     client = shared_store()
     client.add("test/seats", 1)
-    while client.add("test/seats", 0) < count:
+    while client.add("test/seats", 0) < 2 * torch.distributed.get_world_size():
         time.sleep(0.01)
 
 
@@ -96,8 +94,7 @@ def shared_store():
 @pytest.mark.extended(keep=3)
 def test_anchors_are_equal_after_every_round(kind, stages, delay, store):
     """I1; without delay the weights are those of the anchor, too."""
-    config = ds_config(block(delay=delay), **KINDS[kind])
-    results = run_launches(2, stages, train, stages, config, 9)
+    results = run_launches(2, stages, train, stages, ds_config(block(delay=delay), **KINDS[kind]), 9)
     for own, other in zip(*results):
         assert own["anchor"] == other["anchor"] and own["position"] == other["position"]
         assert own["position"].round == 3 and own["members"] == 2
@@ -115,15 +112,10 @@ def test_weights_are_those_of_the_simulation(delay, other, store):
     real = run_launches(2, 2, train, 2, configs, 7)
     models = [simulated(wide_layers(), config, []) for _ in range(2)]
     rounds = SimulatedRounds(models, configs)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
     data = [batches(launch * 10, shape=(8, WIDE)) for launch in range(2)]
     for _ in range(7):
-        for model, optimizer, own in zip(models, optimizers, data):
-            for _ in range(MICRO_BATCHES):
-                x, target = next(own)
-                (loss_fn(model(x), target) / MICRO_BATCHES).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        for model, own in zip(models, data):
+            pipeline.train_step(model, own)
         rounds.end_step()
     for model, stages in zip(models, real):
         found = {name: value for stage in stages for name, value in stage["weights"].items()}
@@ -132,26 +124,16 @@ def test_weights_are_those_of_the_simulation(delay, other, store):
 
 
 def test_a_replica_may_have_data_parallel_ranks_with_partitions(store):
-    config = ds_config(block(delay=0), replicas=2, bf16={"enabled": True})
-    results = run_launches(2, 2, train, 1, config, 6)
-    digests = {result["digest"] for own in results for result in own}
-    assert len(digests) == 1
-
-
-def start(launch, config, stages=1):
-    """An engine, its data, and its exchanges with other launches."""
-    engine = build(stages, config, wide_layers())
-    return engine, data_of(launch, engine), engine.ds_compress.traffic["replicas"]
+    results = run_launches(2, 2, train, 1, ds_config(block(delay=0), replicas=2, bf16={"enabled": True}), 6)
+    assert len({result["digest"] for own in results for result in own}) == 1
 
 
 def round_seconds(launch):
     """The duration of a round as its thread has measured it, and as the monitor has it after later steps."""
     engine, data, outer = start(launch, ds_config(block(every=3, delay=3)))
-    for _ in range(3):
-        engine.train_batch(data)
+    go_on(engine, data, 3)
     measured = outer._pending.result(300).seconds
-    for _ in range(3):
-        engine.train_batch(data)
+    go_on(engine, data, 3)
     return measured, outer.values()["round_s"], outer.values()["rounds"]
 
 
@@ -184,9 +166,7 @@ worker.run(task)
 
 
 def test_tied_copies_stay_equal(store):
-    config = ds_config(block(every=2))
-    results = run_launches(2, 2, train, 2, config, 8, "tied")
-    for stages in results:
+    for stages in run_launches(2, 2, train, 2, ds_config(block(every=2)), 8, "tied"):
         copies = [value for each in stages for name, value in each["weights"].items() if "tied" in name]
         assert len(copies) == 2 and torch.equal(*copies)
 
@@ -222,14 +202,11 @@ def train_until_told(launch, stages, config):
 def test_one_of_three_is_killed_and_comes_back(store):
     """The others never stop, and whoever is at the same position has the same anchor."""
     config = ds_config(block(every=2, delay=2, grace_s=3))
-    results = run_launches(3, 2, train_until_told, 2, config, restarted=(2,))
-    for slot in range(2):
+    for slots in zip(*run_launches(3, 2, train_until_told, 2, config, restarted=(2,))):
         found = {}
-        for launch in results:
-            for position, anchor in launch[slot].items():
-                assert found.setdefault(position, anchor) == anchor
-        common = set.intersection(*(set(launch[slot]) for launch in results))
-        assert common, "launch 2 is back at the anchor of the others"
+        for position, anchor in (item for anchors in slots for item in anchors.items()):
+            assert found.setdefault(position, anchor) == anchor
+        assert set.intersection(*map(set, slots)), "launch 2 is back at the anchor of the others"
 
 
 def join_late(launch, config):
@@ -269,8 +246,7 @@ def save_or_resume(launch, folder, config, resumes):
     if resumes:
         engine.load_checkpoint(f"{folder}/{launch}")
         pipeline.skip_steps(engine, data, 5)
-    engine.ds_compress.begin_step()
-    wait_for_seats(2)
+    take_seats(engine)
     digests = []
     for step in range(6 if resumes else 11):
         engine.train_batch(data)
@@ -295,18 +271,12 @@ def test_resumed_launches_equal_those_that_went_on(kind, delay, store, tmp_path,
 def test_a_store_that_is_lost_between_rounds_leaves_a_thread_that_says_it():
     """Its next sign of life failed, and the thread ended; then training waited ten minutes for a round."""
 
-    class Lost:
-        number, tries = 0, 0
-
-        def idle(self):
-            self.tries += 1
-            raise RuntimeError("the store is gone")
-
-    rounds, tasks, future = Lost(), queue.SimpleQueue(), Future()
+    rounds, tasks, future = mock.Mock(number=0), queue.SimpleQueue(), Future()
+    rounds.idle.side_effect = RuntimeError("the store is gone")
     with mock.patch("ds_compress.sites.worker.BEAT_S", 0.001):
         thread = threading.Thread(target=_work, args=(rounds, tasks), daemon=True)
         thread.start()
-        while rounds.tries < 2:
+        while rounds.idle.call_count < 2:
             pass
         tasks.put((future, rounds.idle))
         assert "the store is gone" in str(future.exception(600))
@@ -320,12 +290,10 @@ def freeze(launch, config, then):
     if then == "unfreeze":  # as if it had been frozen in deepspeed.initialize
         del outer._trained[0]
         return refusal(outer._check_trained, engine)
-    engine.ds_compress.begin_step()
-    wait_for_seats(2)
-    for step in range(9):
-        if step == 4 and launch == 0:
-            next(engine.module.parameters()).requires_grad = False
-        engine.train_batch(data)
+    take_seats(engine)
+    go_on(engine, data, 4)
+    next(engine.module.parameters()).requires_grad = launch != 0
+    go_on(engine, data, 5)
     outer.collect()
     return outer._members, digest(engine)
 
@@ -346,8 +314,7 @@ def alone(launch, config, harm):
     """Lose the store in the middle of training; another one, with what `harm` says, takes its place."""
     lines = log_lines()
     engine, data, outer = start(launch, config)
-    for _ in range(3):
-        engine.train_batch(data)
+    go_on(engine, data, 3)
     outer.collect()
     another = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     another.set("ds_compress/outer/settings", harm)
@@ -376,8 +343,7 @@ def cut_off(launch, config):
         run.return_value.exception.return_value = refusal = ConnectionRefusedError("nobody listens")
         run.return_value.result.side_effect = refusal
         outer._leave("the test says so")
-        for _ in range(6):
-            engine.train_batch(data)
+        go_on(engine, data, 6)
     return run.call_count, outer._worker
 
 
@@ -399,8 +365,7 @@ def silent(launch, config):
     others = {"get": connection._store.get, "set": lambda *_: None, "add": None, "append": None}
     connection._store = SimpleNamespace(check=late, **others)
     board.CHUNK, traffic.ANSWER_S = 64, 0.1
-    for _ in range(8):
-        engine.train_batch(data)
+    go_on(engine, data, 8)
     return outer._is_late, outer.sent.messages
 
 

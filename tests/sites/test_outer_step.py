@@ -1,9 +1,11 @@
 """The outer step and its packets: torch's Nesterov, nothing lost but the residual, no damaged packet."""
 
+import copy
 import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from ds_compress.replicas.slices import GRADIENT
 from ds_compress.sites.outer_step import LENGTH, Anchor, DeltaCodec, DeltaPart
 
 PARTS, EXACT = [DeltaPart(0, 20_000), DeltaPart(3, 16_384)], 77
+FOUR_BITS = {"name": "quantize", "bits": 4}
 VALUES = {"name": "quantize", "bits": 3, "group_size": 64}
 TOPK = {"name": "topk", "density": 0.016, "indices": "rice", "values": VALUES}
 
@@ -41,7 +44,7 @@ def test_the_outer_step_is_torchs_nesterov(lr, momentum):
     assert torch.allclose(anchor.values, weights, atol=1e-7)
 
 
-@pytest.mark.parametrize("codec", ["none", {"name": "quantize", "bits": 4}, TOPK], ids=str)
+@pytest.mark.parametrize("codec", ["none", FOUR_BITS, TOPK], ids=str)
 def test_packets_and_residual_are_all_that_was_learned(codec):
     """I2: summed over rounds, decoded packets are the deltas but for the residual."""
     sender, receiver = delta_codec(codec), delta_codec(codec)
@@ -52,8 +55,7 @@ def test_packets_and_residual_are_all_that_was_learned(codec):
         assert packet.numel() == sender.nbytes
         sent, arrived = sent + delta, arrived + receiver.decode(packet, number, 5)
     left = [e for memory in sender.residuals().values() for e in residuals(memory, GRADIENT)]
-    kept = sum(e.numel() for e in left)
-    lost = torch.cat([*left, torch.zeros(sent.numel() - kept)])
+    lost = torch.cat([*left, torch.zeros(sent.numel() - sum(e.numel() for e in left))])
     assert torch.allclose(sent, arrived + lost, atol=1e-6)
     assert torch.equal(arrived[-EXACT:], sent[-EXACT:])
 
@@ -68,39 +70,40 @@ def test_residuals_can_be_taken_back():
     codec = delta_codec(TOPK)
     codec.encode(random_delta(0), 0, 0)
     before = codec.residuals()
-    copies = {n: {k: v.clone() for k, v in memory.items()} for n, memory in before.items()}
+    copies = copy.deepcopy(before)
     codec.encode(random_delta(1), 1, 0)
     codec.restore(before)
-    after = codec.residuals()
-    assert all(torch.equal(after[n][k], copies[n][k]) for n in copies for k in copies[n])
+    assert all(torch.equal(codec.residuals()[n][k], copies[n][k]) for n in copies for k in copies[n])
 
 
-@pytest.mark.parametrize("harm", ["a byte", "another round", "shorter", "nan", "no codec", "an option"])
+def with_label(packet, label):
+    return torch.cat([packet, torch.tensor([*label.encode(), *len(label).to_bytes(LENGTH, "little")]).byte()])
+
+
+def bytes_of_ones(count):
+    return lambda packet: torch.full((count,), 255, dtype=torch.uint8)
+
+
+LABELS = ["[]", "1", "[" * 9000, '{"name": ' * 5000, '{"name": "topk", "feedback": []}']
+"""Settings that nobody could have: some ended the round at all sites, a TypeError, a RecursionError."""
+LABELS += [json.dumps(FOUR_BITS)]  # of a release without the other options
+HARMS = {
+    "a byte": lambda packet: packet ^ (torch.arange(len(packet)) == 5000).byte(),
+    "shorter": lambda packet: packet[:-64],
+    "no codec": lambda packet: torch.cat([packet[:-LENGTH], torch.zeros(LENGTH, dtype=torch.uint8)]),
+    **{f"label {label[:9]}": partial(with_label, label=label) for label in LABELS},
+    **{f"{count} bytes": bytes_of_ones(count) for count in (0, 1, LENGTH, 100)},
+}
+
+
+@pytest.mark.parametrize("harm", ["another round", "nan", *HARMS])
 def test_a_packet_that_is_not_the_one_expected_is_refused(harm):
-    codec, delta = delta_codec({"name": "quantize", "bits": 4}), random_delta()
+    codec, delta = delta_codec(FOUR_BITS), random_delta()
     if harm == "nan":
         delta[7] = torch.nan
     packet = codec.encode(delta, 3, 0)
-    if harm == "a byte":
-        packet[5000] ^= 1
-    elif harm == "shorter":
-        packet = packet[:-64]
-    elif harm == "no codec":
-        packet = torch.cat([packet[:-LENGTH], torch.zeros(LENGTH, dtype=torch.uint8)])
-    elif harm == "an option":
-        packet = with_label(packet, {"name": "quantize", "bits": 4})  # of a release without the others
     with pytest.raises(CompressionError):
-        codec.decode(packet, 4 if harm == "another round" else 3, 0)
-
-
-@pytest.mark.parametrize(
-    "label", ["[]", "1", "[" * 9000, '{"name": ' * 5000, '{"name": "topk", "feedback": []}']
-)
-def test_settings_that_nobody_could_have_are_a_damaged_packet(label):
-    """Some ended the round at all sites: a TypeError, a RecursionError."""
-    codec = delta_codec("none")
-    with pytest.raises(CompressionError):
-        codec.decode(with_label(codec.encode(random_delta(), 3, 0), label), 3, 0)
+        codec.decode(HARMS[harm](packet) if harm in HARMS else packet, 4 if harm == "another round" else 3, 0)
 
 
 @pytest.mark.parametrize(("lr", "momentum"), [(1.0, 0.7), (0.7, 0.9)])
@@ -123,24 +126,12 @@ print(hashlib.sha256(torch.cat(anchor).numpy().tobytes()).hexdigest())
     assert len(found) == 1
 
 
-def with_label(packet, settings):
-    label = (settings if isinstance(settings, str) else json.dumps(settings)).encode()
-    return torch.cat([packet, torch.tensor([*label, *len(label).to_bytes(LENGTH, "little")]).byte()])
-
-
 @pytest.mark.parametrize("codec", ["none", {"name": "quantize", "bits": 8}, TOPK], ids=str)
 @pytest.mark.parametrize("feedback", ["none", "ef", "loco"])
 def test_a_packet_of_another_codec_is_decoded_as_its_sender_does(codec, feedback):
-    sender, receiver = delta_codec(codec, feedback), delta_codec({"name": "quantize", "bits": 4})
+    sender, receiver = delta_codec(codec, feedback), delta_codec(FOUR_BITS)
     for number in range(2):
         packet = sender.encode(random_delta(number), number, 7)
-        decoded = receiver.decode(packet, number, 7)
-        assert torch.equal(decoded, sender.decode(packet, number, 7))
+        assert torch.equal(receiver.decode(packet, number, 7), sender.decode(packet, number, 7))
     own = receiver.encode(random_delta(2), 2, 0)
     assert torch.equal(receiver.decode(own, 2, 0), sender.decode(own, 2, 0))
-
-
-@pytest.mark.parametrize("size", [0, 1, LENGTH, 100])
-def test_a_packet_that_is_hardly_there_is_refused(size):
-    with pytest.raises(CompressionError):
-        delta_codec("none").decode(torch.full((size,), 255, dtype=torch.uint8), 0, 0)

@@ -11,23 +11,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from ds_compress.hf.data import Sequences
 from ds_compress.hf.part import causal_lm_loss
 from ds_compress.hf.settings import read_settings
 from launch.ports import reserved_port
+from tests.support.pipeline import ds_config
 from tests.support.ranks import once
 
 WORDS = ["the", "a", "cat", "dog", "bird", "sees", "hears", "likes", "old", "young", "red", "green", "house"]
@@ -37,13 +33,9 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant> {% endif %}"
 )
 BLOCK = {"forward": {"codec": {"name": "quantize", "bits": 8}}, "backward": {"codec": "bf16"}, "min_numel": 1}
-DS_CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": 2,
-    "optimizer": {"type": "Adam", "params": {"lr": 0.02, "torch_adam": True}},
-    "gradient_clipping": 0.0,
-    "steps_per_print": 100000,
-}
+DS_CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+DS_CONFIG |= {"optimizer": {"type": "Adam", "params": {"lr": 0.02, "torch_adam": True}}}
+DS_CONFIG |= {"gradient_clipping": 0.0, "steps_per_print": 100000}
 """Without the block."""
 
 
@@ -81,36 +73,28 @@ def prepare(folder: Path, family: str = "Llama", **changes: Any) -> Path:
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "model")
     tokenizer().save_pretrained(folder / "model")
     (folder / "text.txt").write_text(text(120))
-    settings = {
-        "model": str(folder / "model"),
-        "out": str(folder / "out"),
-        "data": {"train": str(folder / "text.txt")},
-        "lora": {"r": 8, "dropout": 0.1},
-        "sequence_length": 32,
-        "stages": 2,
-        "steps": 6,
-        "save_every": 2,
-        "ds_config": {**DS_CONFIG, "ds_compress": {**BLOCK, "eval": "uncompressed"}},
-        **changes,
-    }
+    settings = {"model": str(folder / "model"), "out": str(folder / "out")}
+    settings |= {"data": {"train": str(folder / "text.txt")}, "lora": {"r": 8, "dropout": 0.1}}
+    settings |= {"sequence_length": 32, "stages": 2, "steps": 6, "save_every": 2}
+    settings |= {"ds_config": {**DS_CONFIG, "ds_compress": {**BLOCK, "eval": "uncompressed"}}, **changes}
     path = folder / "train.json"
     path.write_text(json.dumps(settings, indent=2))
     return path
 
 
+LAUNCHERS = {
+    "deepspeed": "{folder}/deepspeed --num_gpus 2 --master_port {port} --module",
+    "torchrun": "-m torch.distributed.run --nproc_per_node 2 --master_port {port} -m",
+    "accelerate": "-m accelerate.commands.launch --use_deepspeed --num_processes 2 --num_machines 1 "
+    "--mixed_precision no --dynamo_backend no --main_process_port {port} -m",
+}
+
+
 def command(launcher: str, port: int, arguments: list[str], python: str = sys.executable) -> list[str]:
     """Two ranks of the program, by one of the launchers, in processes of that interpreter."""
-    program = "ds_compress.hf.finetune"
-    where = Path(sys.executable).parent
-    if launcher == "deepspeed":
-        start = [f"{where}/deepspeed", "--num_gpus", "2", "--master_port", str(port), "--module"]
-        return [python, *start, program, *arguments]
-    if launcher == "torchrun":
-        start = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port), "-m"]
-        return [python, "-m", *start, program, *arguments]
-    start = ["--use_deepspeed", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
-    start += ["--dynamo_backend", "no", "--main_process_port", str(port), "-m"]
-    return [python, "-m", "accelerate.commands.launch", *start, program, *arguments]
+    folder = Path(sys.executable).parent
+    start = [word.format(folder=folder, port=port) for word in LAUNCHERS[launcher].split()]
+    return [python, *start, "ds_compress.hf.finetune", *arguments]
 
 
 def environment() -> dict[str, str]:
@@ -123,13 +107,8 @@ def finetune(
 ) -> subprocess.CompletedProcess[str]:
     """What the launcher wrote and returned."""
     with reserved_port() as port:
-        done = subprocess.run(
-            command(launcher, port, [str(path)], python),
-            capture_output=True,
-            text=True,
-            env=environment(),
-            timeout=900,
-        )
+        words = command(launcher, port, [str(path)], python)
+        done = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=900)
     assert not check or done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done
 
@@ -171,47 +150,33 @@ def losses(out: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows}
 
 
+def change(path: Path, **changes: Any) -> Path:
+    """Change keys of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return path
+
+
 def copy_of(path: Path, folder: Path) -> Path:
     """The same run in another folder, which it has all to itself."""
     folder.mkdir()
-    settings = json.loads(path.read_text()) | {"out": str(folder / "out")}
-    shutil.copyfile(path, folder / path.name)
-    (folder / path.name).write_text(json.dumps(settings))
-    return folder / path.name
+    return change(Path(shutil.copy(path, folder)), out=str(folder / "out"))
 
 
 logging.disable_progress_bar()
 
 VOCABULARY = 96
 LAYERS = 4
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+SIZES |= {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 HEAD = {"head_dim": 8}
 WINDOW = {"sliding_window": 6}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 TIED = {"tie_word_embeddings": True}
 ROTARY = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}
-LATENT = {
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}
+LATENT = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4}
+LATENT |= {"q_lora_rank": 16, "kv_lora_rank": 16}
+LATENT |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 NO_GROUPS = {"num_key_value_heads": None, "intermediate_size": None}
 CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-2": ("GPT2", {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0, **NO_GROUPS}),
@@ -244,7 +209,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
 FAMILIES = tuple(CHANGES)
 
 
-def config(family: str) -> PretrainedConfig:
+def config(family: str) -> transformers.PretrainedConfig:
     name, changes = CHANGES[family]
     keys = {key: value for key, value in {**SIZES, **changes}.items() if value is not None}
     return getattr(transformers, f"{name}Config")(**keys)
@@ -272,6 +237,14 @@ def batch(number: int = 0, length: int = 17) -> tuple[Tensor, Tensor]:
     labels = ids.clone()
     labels[0, : length // 3] = -100
     return ids, labels
+
+
+def start_engine(module: Any, sequences: int, micro_batches: int, block: Any = None, **changes: Any) -> Any:
+    """An engine for what is not frozen, with steps of so many micro-batches of so many sequences."""
+    sizes = {"train_micro_batch_size_per_gpu": sequences, "gradient_accumulation_steps": micro_batches}
+    config = ds_config(block, **sizes, train_batch_size=sequences * micro_batches, **changes)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    return deepspeed.initialize(model=module, config=config, model_parameters=trained)[0]
 
 
 def run_model(model: Any, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:

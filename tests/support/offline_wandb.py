@@ -6,13 +6,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
 from ds_compress.cli.runs import Series
 
 
-def read_offline(file: Path) -> tuple[dict[str, Series], dict[str, Any], dict[str, Any]]:
-    """Series by label, config and summary of the run in a .wandb file."""
+def keep_offline(folder: Path, monkeypatch: Any) -> None:
+    """Let runs of W&B write below `folder` alone."""
+    for name, value in (("MODE", "offline"), ("DIR", str(folder)), ("SILENT", "true")):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+
+
+def finish() -> None:
+    """End the run of this process, and wait for the process that writes the file."""
+    wandb.finish()
+    wandb.teardown()
+
+
+def read_offline(folder: Path) -> tuple[dict[str, Series], dict[str, Any], dict[str, Any]]:
+    """Series by label, config and summary of the only run below `folder`."""
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
     series: dict[str, Series] = {}
     config: dict[str, Any] = {}
     summary: dict[str, Any] = {}
