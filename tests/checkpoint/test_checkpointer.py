@@ -79,11 +79,6 @@ def ranks(world, *args, check=True, **options):
     return run_ranks(world, functools.partial(run, **options), *args, check=check)
 
 
-def assert_same(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-
-
 @pytest.mark.parametrize("name", FEEDBACKS)
 @pytest.mark.extended(keep=3)
 def test_resuming_equals_going_on(name, tmp_path):
@@ -95,8 +90,8 @@ def test_resuming_equals_going_on(name, tmp_path):
     resumed = ranks(world, 2, config(name, replicas), tmp_path, start=SAVED)
     for ours, theirs in zip(resumed, whole):
         assert ours["losses"] == theirs["losses"][SAVED:]
-        assert_same(ours["loaded"], theirs["saved"])
-        assert_same(ours["end"], theirs["end"])
+        assert pipeline.same_weights(ours["loaded"], theirs["saved"])
+        assert pipeline.same_weights(ours["end"], theirs["end"])
         assert not ours["warnings"]
     if replicas == 2:
         first, second = whole[0]["end"], whole[1]["end"]
@@ -114,7 +109,7 @@ def test_codecs_with_state_train_and_resume(tmp_path):
     resumed = ranks(4, 2, settings, tmp_path, start=SAVED, end=steps)
     for ours, theirs in zip(resumed, whole):
         assert ours["losses"] == theirs["losses"][SAVED:]
-        assert_same(ours["end"], theirs["end"])
+        assert pipeline.same_weights(ours["end"], theirs["end"])
         assert ours["guard"] == theirs["guard"] == {"first_loss": whole[0]["losses"][0]}
     losses = whole[0]["losses"]
     assert sum(losses[-3:]) < 0.9 * sum(losses[1:4])
@@ -129,7 +124,7 @@ def test_other_stages_and_settings(tmp_path):
     halved = ranks(2, 2, config("ef21"), tmp_path, start=SAVED, load_optimizer_states=False)
     assert halved[0]["loaded"] and not halved[0]["warnings"]
     loaded = {key.replace("0/", "1/", 1): value for key, value in halved[0]["loaded"].items()}
-    assert_same(loaded, saved_at(tmp_path, 1, 4))
+    assert pipeline.same_weights(loaded, saved_at(tmp_path, 1, 4))
     other = config("ef21", boundaries={"1": {"forward": {"codec": "bf16"}}})
     changed = ranks(4, 4, other, tmp_path, start=SAVED)
     assert [bool(rank["loaded"]) for rank in changed] == [True] * 4
@@ -153,7 +148,7 @@ def test_a_checkpoint_with_options_that_are_gone_is_read(tmp_path):
     resumed = ranks(2, 2, config("loco"), tmp_path, start=SAVED)
     for ours, theirs in zip(resumed, saved):
         assert theirs["saved"] and not ours["warnings"]
-        assert_same(ours["loaded"], theirs["saved"])
+        assert pipeline.same_weights(ours["loaded"], theirs["saved"])
 
 
 def save_without_us(folder):
@@ -261,29 +256,25 @@ CHOSEN = MEASURED[-1] + 1
 AUTO = {"depth": "auto", "memory_gb": 1}
 
 
-def run_at_depth(folder, load, link, latency, micro_batches=MANY):
+def run_at_depth(folder, start, link, latency, micro_batches=MANY):
     """Losses, and the depth of each batch; of a run that saves, or of one that goes on from there."""
     stage_profile.probe = lambda sender, receiver, first: LinkMeasurement(incoming=1e9, latency=latency)
     samples = pipeline.MICRO_BATCH * micro_batches
     counts = {"gradient_accumulation_steps": micro_batches, "train_batch_size": samples}
-    losses, depths = [], []
+    engine, depths = build(2, ds_config({"link": link}, **counts)), []
+    session = engine.ds_compress
+
+    def note(step):
+        depths.append((session.depth.now, session.stage.ends[0].link.depth))
+
     with contextlib.redirect_stdout(io.StringIO()):
-        engine, data = build(2, ds_config({"link": link}, **counts)), batches()
-        if load:
-            engine.load_checkpoint(str(folder))
-            for _ in range(CHOSEN * MANY):
-                next(data)
-        for step in range(0 if not load else CHOSEN, 2 * CHOSEN):
-            depths.append((engine.ds_compress.depth.now, engine.ds_compress.stage.ends[0].link.depth))
-            losses.append(engine.train_batch(data).item())
-            if step + 1 == CHOSEN and not load:
-                engine.save_checkpoint(str(folder))
+        losses = pipeline.train_on(engine, 2 * CHOSEN, folder, start, prepare=note)["losses"]
     return losses, depths
 
 
 def test_a_resumed_run_goes_on_at_its_depth_until_it_is_measured_anew(tmp_path):
-    whole = run_ranks(2, run_at_depth, tmp_path, False, AUTO, 0.5)
-    resumed = run_ranks(2, run_at_depth, tmp_path, True, AUTO, 0.0)
+    whole = run_ranks(2, run_at_depth, tmp_path, 0, AUTO, 0.5)
+    resumed = run_ranks(2, run_at_depth, tmp_path, CHOSEN, AUTO, 0.0)
     for (losses, depths), (again, now) in zip(whole, resumed):
         assert again == losses[CHOSEN:]
         assert depths[-1] > (1, 1) and now[: MEASURED[-1]] == [depths[CHOSEN]] * MEASURED[-1]
@@ -295,6 +286,6 @@ def test_a_resumed_run_goes_on_at_its_depth_until_it_is_measured_anew(tmp_path):
     ({"depth": 2}, MANY, 2),  # the block says so
 ], ids=["other micro-batches", "a fixed depth"])  # fmt: skip
 def test_what_does_not_take_the_depth_from_a_checkpoint(link, micro_batches, expected, tmp_path):
-    run_ranks(2, run_at_depth, tmp_path, False, AUTO, 0.5)
-    for _, depths in run_ranks(2, run_at_depth, tmp_path, True, link, 0.5, micro_batches):
+    run_ranks(2, run_at_depth, tmp_path, 0, AUTO, 0.5)
+    for _, depths in run_ranks(2, run_at_depth, tmp_path, CHOSEN, link, 0.5, micro_batches):
         assert depths[0] == (expected, expected)

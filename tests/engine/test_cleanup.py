@@ -8,6 +8,7 @@ import os
 import threading
 import weakref
 
+import psutil
 import pytest
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
@@ -16,7 +17,7 @@ from ds_compress.engine import attach, cleanup, wiring
 from ds_compress.errors import CompressionError
 from tests.support.pipeline import alike, batches, build, ds_config, layers
 from tests.support.ranks import run_ranks
-from tests.support.replicas import WIDE, wide_layers
+from tests.support.replicas import WIDE, train_steps, wide_layers
 from tests.transport.streams import install
 
 ENGINES = 3
@@ -125,15 +126,9 @@ def test_groups_that_need_both_ranks_are_freed_when_all_have_dropped_the_engine(
     assert run_ranks(STAGES, freed_together) == [[0, 4, 4, -4]] * STAGES
 
 
-PAGE = os.sysconf("SC_PAGE_SIZE")
 EF21 = alike({"name": "topk", "density": 0.2}, "ef21")
 AQSGD = {"codec": {"name": "quantize", "bits": 4}, "feedback": "aqsgd"}
 SOAKED = {"ef21": EF21, "aqsgd": {**EF21, "forward": AQSGD}, "ef21, depth 3": {**EF21, "link": {"depth": 3}}}
-
-
-def resident() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * PAGE
 
 
 def soak(block, steps, settled):
@@ -143,12 +138,12 @@ def soak(block, steps, settled):
     # memory
     source = batches()
     epoch = [next(source) for _ in range(8)]
-    measured = []
+    measured, process = [], psutil.Process()
     for step in range(steps):
         half = 4 * (step % 2)
         engine.train_batch(iter(epoch[half : half + 4]))
         if step + 1 in (settled, steps):
-            measured.append((resident(), len(os.listdir("/proc/self/fd"))))
+            measured.append((process.memory_info().rss, process.num_fds()))
     return measured
 
 
@@ -169,13 +164,11 @@ def exchanging():
     """Whether an engine whose replicas exchange gradients is collected, and how many of its groups go."""
     block = {"replicas": {"codec": {"name": "quantize", "bits": 4}, "feedback": "ef"}}
     engine = build(2, ds_config(block, replicas=2), wide_layers())
-    data = batches(engine.grid.get_data_parallel_id(), shape=(8, WIDE))
-    for _ in range(2):
-        engine.train_batch(data)
-    engine.eval_batch(data)
+    train_steps(engine, 2)
+    engine.eval_batch(batches(shape=(8, WIDE)))
     kept, before = weakref.ref(engine), len(distributed_c10d._world.pg_map)
     of_engine = len(engine.ds_compress.stage.groups)
-    del engine, data
+    del engine
     collect()
     return kept() is None, of_engine - (before - len(distributed_c10d._world.pg_map))
 

@@ -9,6 +9,7 @@ from deepspeed.pipe import LayerSpec
 from ds_compress.config import Config
 from tests.runtime.test_guard import trained
 from tests.support import pipeline
+from tests.support.calls import wrapped
 from tests.support.pipeline import WIDTH, Block, Causal
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
@@ -36,11 +37,6 @@ def build(ranks, block, specs=None, **changes):
     return pipeline.build(ranks, config(block, **changes), specs or pipeline.layers(4 * ranks), **MODULE)
 
 
-def sent_by_channel(engine):
-    channels = engine.ds_compress.stage.sending
-    return {(each.boundary.number, each.direction): each.sent.wire_bytes for each in channels}
-
-
 def train(ranks, blocks, specs=None, shape=(8, WIDTH)):
     """By block: class of the engine, an evaluation and the loss of each step, weights, what was sent."""
     results = []
@@ -49,21 +45,21 @@ def train(ranks, blocks, specs=None, shape=(8, WIDTH)):
         engine = build(ranks, block, specs)
         data, held_out = pipeline.batches(shape=shape), pipeline.batches(replica=7, shape=shape)
         losses = [(engine.eval_batch(held_out).item(), engine.train_batch(data).item()) for _ in range(4)]
-        sent = sent_by_channel(engine) if block is not None else {}
+        sending = engine.ds_compress.stage.sending if block is not None else ()
+        sent = {(each.boundary.number, each.direction): each.sent.wire_bytes for each in sending}
         results.append((type(engine).__name__, losses, pipeline.weights(engine), sent, sum(handed_over)))
     return results
 
 
 def count_packets():
     """Sizes of the uint8 tensors that are given to torch from now on to be sent."""
-    sizes, original = [], torch.distributed.batch_isend_irecv
+    sizes, dist = [], torch.distributed
 
-    def counting(operations):
-        sent = [operation.tensor for operation in operations if operation.op is torch.distributed.isend]
+    def count(operations):
+        sent = [operation.tensor for operation in operations if operation.op is dist.isend]
         sizes.extend(tensor.numel() for tensor in sent if tensor.dtype == torch.uint8)
-        return original(operations)
 
-    torch.distributed.batch_isend_irecv = counting
+    dist.batch_isend_irecv = wrapped(dist.batch_isend_irecv, count)
     return sizes
 
 
@@ -147,22 +143,13 @@ def test_messages_of_unknown_size_are_refused(direction, settings):
 EF21 = pipeline.alike("topk", "ef21", min_numel=0)
 
 
-def trained_on(folder, resumes):
-    """Losses of two steps after a checkpoint, which is saved, or loaded."""
-    engine, data = build(2, EF21), pipeline.batches()
-    if resumes:
-        engine.load_checkpoint(folder)
-        pipeline.skip_steps(engine, data, 2 if engine.stage_id == 0 else 0)
-    else:
-        for _ in range(2):
-            engine.train_batch(data)
-        engine.save_checkpoint(folder)
-    return [engine.train_batch(data).item() for _ in range(2)]
+def trained_on(folder, start):
+    return pipeline.train_on(build(2, EF21), 4, folder, start)["losses"]
 
 
 def test_checkpoints_hold_both_stages(tmp_path):
-    whole, resumed = (run_ranks(2, trained_on, str(tmp_path), resumes) for resumes in (False, True))
-    assert whole == resumed
+    whole, resumed = (run_ranks(2, trained_on, tmp_path, start) for start in (0, 2))
+    assert resumed == [losses[2:] for losses in whole]
 
 
 def measured(folder):

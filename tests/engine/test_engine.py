@@ -8,8 +8,6 @@ from types import SimpleNamespace
 import deepspeed
 import pytest
 import torch
-from deepspeed.runtime.pipe import schedule
-from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_compress.cli import main
 from ds_compress.config import Config
@@ -29,7 +27,8 @@ from tests.support.pipeline import (
     weights,
 )
 from tests.support.pipeline_kinds import fp16_on_cpu
-from tests.support.programs import Program, with_schedule
+from tests.support.pipeline_kinds import train as train_kind
+from tests.support.programs import program, with_schedule
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
 
@@ -94,43 +93,6 @@ def test_one_line_on_rank_0_says_what_is_active():
     assert "4,096 -> 448 bytes (9.14x); boundary 1: forward bf16 4,096 -> 2,080 bytes" in first[0]
 
 
-def call_directly():
-    """Some projects drive the engine by hand (a sampling loop, for example) with a positional argument."""
-    engine = build(2, ds_config(TOPK))
-    engine.train_batch(batches())
-    before = sum(channel.sent.messages for channel in engine.ds_compress.stage.sending)
-    engine._compute_loss = True
-    if engine.is_first_stage():
-        engine.pipe_buffers["outputs"][0] = torch.ones(4, 8, 32)
-        engine._exec_send_activations(0)
-        return sum(channel.sent.messages for channel in engine.ds_compress.stage.sending) - before
-    engine._exec_recv_activations(0)
-    return (engine.pipe_buffers["inputs"][0] != 0).sum().item()
-
-
-def test_direct_calls_are_compressed_too():
-    assert run_ranks(2, call_directly) == [1, 4 * 26]
-
-
-def patched_map():
-    """Projects replace entries of the instruction map after the engine is there."""
-    called = []
-    engine = build(2, ds_config(TOPK))
-    original = PipelineEngine._INSTRUCTION_MAP[schedule.SendActivation]
-
-    def send(self, buffer_id):
-        called.append(buffer_id)
-        original(self, buffer_id)
-
-    PipelineEngine._INSTRUCTION_MAP[schedule.SendActivation] = send
-    engine.train_batch(batches())
-    return len(called), sum(channel.sent.messages for channel in engine.ds_compress.stage.sending)
-
-
-def test_patched_instructions_stay_in_force():
-    assert run_ranks(2, patched_map) == [(MICRO_BATCHES, MICRO_BATCHES), (0, MICRO_BATCHES)]
-
-
 def two_engines():
     """A second engine with the block switched off, as a reference model, is not touched by the first."""
     compressed, stock = build(2, ds_config(TOPK)), build(2, ds_config({**TOPK, "enabled": False}))
@@ -151,17 +113,17 @@ def test_warmup_epochs_need_an_epoch():
 
 
 LINES = [
-    (Program(), {}, "link eager;"),
-    (Program(), {"link": {"mode": "blocking"}}, "link blocking;"),
-    (Program(module={"dynamic_shape": True}), {}, "link eager;"),
-    (Program(with_schedule(programs.TwiceSchedule)), {}, "but every message in the order of the schedule;"),
-    (Program(with_schedule(programs.OnceOnly)), {}, "but every message in the order of the schedule;"),
-    (Program(), {"link": {"depth": 2}}, "link eager, depth 2;"),
-    (Program(), {"link": {"depth": 9}}, "link eager, depth 3 instead of 9 (too few micro-batches);"),
-    (Program(module={"dynamic_shape": True}), {"link": {"depth": 2}}, "link eager, depth 2;"),
-    (Program(module={"dynamic_shape": True}), {"link": {"depth": "auto"}}, "auto, 1 because of dynamic"),
+    (program(), {}, "link eager;"),
+    (program(), {"link": {"mode": "blocking"}}, "link blocking;"),
+    (program(module={"dynamic_shape": True}), {}, "link eager;"),
+    (program(with_schedule(programs.TwiceSchedule)), {}, "but every message in the order of the schedule;"),
+    (program(with_schedule(programs.OnceOnly)), {}, "but every message in the order of the schedule;"),
+    (program(), {"link": {"depth": 2}}, "link eager, depth 2;"),
+    (program(), {"link": {"depth": 9}}, "link eager, depth 3 instead of 9 (too few micro-batches);"),
+    (program(module={"dynamic_shape": True}), {"link": {"depth": 2}}, "link eager, depth 2;"),
+    (program(module={"dynamic_shape": True}), {"link": {"depth": "auto"}}, "auto, 1 because of dynamic"),
     (
-        Program(with_schedule(programs.TwiceSchedule)),
+        program(with_schedule(programs.TwiceSchedule)),
         {"link": {"depth": 2}},
         "depth 2 has no effect on this schedule, but every message in the order of the schedule;",
     ),
@@ -171,9 +133,9 @@ LINES = [
 def active_lines():
     """Return the start-up lines of each program on this rank."""
     found = []
-    for program, block, _ in LINES:
+    for kind, block, _ in LINES:
         with printed_lines("active") as lines:
-            programs.train(replace(program, steps=1), block)
+            train_kind(replace(kind, steps=1), block)
         found.append(lines)
     return found
 

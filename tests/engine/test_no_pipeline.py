@@ -12,8 +12,8 @@ from tests.support.ranks import run_ranks
 
 GOOD = {"forward": {"codec": "bf16"}}
 REQUIRED = {**GOOD, "enabled": "required"}
-REQUIRE = {"DS_COMPRESS_REQUIRE": "1"}
-ON_RANK_1 = {"DS_COMPRESS_REQUIRE": "rank 1"}
+KINDS = {"plain": "is not a pipeline", "one stage": "one stage", "pipeline": ""}
+"""Of engines, and why none of a kind compresses."""
 
 
 def plain_config(block, stage=1):
@@ -21,47 +21,40 @@ def plain_config(block, stage=1):
     return {**config, "zero_optimization": {"stage": stage}} if stage else config
 
 
-def config_for(kind, block):
-    return plain_config(block) if kind == "plain" else ds_config(block, replicas=1 + (kind == "one stage"))
-
-
-UNCOMPRESSED = [
-    # kind of engine, block, environment, who asks for compression, why there is none
-    ("plain", REQUIRED, {}, '"enabled": "required"', "is not a pipeline"),
-    ("plain", GOOD, REQUIRE, "DS_COMPRESS_REQUIRE=1", "is not a pipeline"),
-    ("plain", None, REQUIRE, "DS_COMPRESS_REQUIRE is set", 'no "ds_compress" key'),
-    ("plain", {"enabled": False}, REQUIRE, "DS_COMPRESS_REQUIRE=1", '"enabled" is false'),
-    ("one stage", REQUIRED, {}, '"enabled": "required"', "one stage"),
-    ("one stage", GOOD, REQUIRE, "DS_COMPRESS_REQUIRE=1", "one stage"),
-    ("one stage", None, REQUIRE, "DS_COMPRESS_REQUIRE is set", 'no "ds_compress" key'),
-    ("pipeline", None, REQUIRE, "DS_COMPRESS_REQUIRE is set", 'no "ds_compress" key'),
-    ("pipeline", {"enabled": False}, REQUIRE, "DS_COMPRESS_REQUIRE=1", '"enabled" is false'),
-    ("pipeline", {"enabled": False}, ON_RANK_1, "DS_COMPRESS_REQUIRE=1", "[rank 1]"),
+NO_PIPELINE = ("has no effect", "is not a pipeline", "PipelineM")
+REQUIRE, OFF = {"DS_COMPRESS_REQUIRE": "1"}, {"enabled": False}
+BY_BLOCK, BY_ENVIRONMENT = '"enabled": "required"', "DS_COMPRESS_REQUIRE=1"
+GO_ON = [
+    # kind of engine, config or block, environment, what rank 0 logs
+    *(("plain", plain_config(GOOD, stage), {}, NO_PIPELINE) for stage in (0, 1, 3)),
+    *(("plain", GOOD, {"DS_COMPRESS_REQUIRE": no}, NO_PIPELINE) for no in ("", "0")),
+    ("one stage", GOOD, {}, ("a pipeline of one stage",)),
+    ("plain", {**plain_config(None), "ds_compres": GOOD}, {}, ("did you mean 'ds_compress'?",)),
+    ("pipeline", {**ds_config(), "ds-compress": {}}, {}, ("key 'ds-compress' is unknown to DeepSpeed: did",)),
+    *(("plain", block, {}, ()) for block in (None, OFF)),
+    ("pipeline", REQUIRED, {}, ()),
+    ("pipeline", GOOD, REQUIRE, ()),
 ]
-STARTS = {
-    **{f"ZeRO-{stage}": ("plain", plain_config(GOOD, stage)) for stage in (0, 1, 3)},
-    "bad block": ("plain", plain_config({"forward": {"codec": "nonsense"}})),
-    "off": ("plain", plain_config({"enabled": False})),
-    "no key": ("plain", plain_config(None)),
-    "misspelt": ("plain", {**plain_config(None), "ds_compres": GOOD}),
-    "misspelt in a pipeline": ("pipeline", {**ds_config(), "ds-compress": {}}),
-    "one stage": ("one stage", ds_config(GOOD, replicas=2)),
-    "required": ("pipeline", ds_config(REQUIRED)),
-    "required by the environment": ("pipeline", ds_config(GOOD), REQUIRE),
-    "not required": ("plain", plain_config(GOOD), {"DS_COMPRESS_REQUIRE": ""}),
-    "required: 0": ("plain", plain_config(GOOD), {"DS_COMPRESS_REQUIRE": "0"}),
-    **{
-        f"uncompressed {number}": (kind, config_for(kind, block), environment)
-        for number, (kind, block, environment, *_) in enumerate(UNCOMPRESSED)
-    },
-}
+STOP = [
+    # the same, but what every rank raises
+    ("plain", {"forward": {"codec": "nonsense"}}, {}, (".forward.codec: 'nonsense' is not registered",)),
+    *((kind, None, REQUIRE, ("_REQUIRE is set", 'no "ds_compress" key')) for kind in KINDS),
+    *((kind, OFF, REQUIRE, (BY_ENVIRONMENT, '"enabled" is false')) for kind in ("plain", "pipeline")),
+    *((kind, REQUIRED, {}, (BY_BLOCK, why)) for kind, why in KINDS.items() if why),
+    *((kind, GOOD, REQUIRE, (BY_ENVIRONMENT, why)) for kind, why in KINDS.items() if why),
+    ("pipeline", OFF, {"DS_COMPRESS_REQUIRE": "rank 1"}, (BY_ENVIRONMENT, "[rank 1]")),
+]
+STARTS = [*GO_ON, *STOP]
 
 
-def start(kind, config, environment=None):
+def start(kind, config, environment, _):
     """Return the lines that this rank logs, and the error that stops it."""
+    if "optimizer" not in (config or {}):  # a block
+        replicas = 1 + (kind == "one stage")
+        config = plain_config(config) if kind == "plain" else ds_config(config, replicas=replicas)
     lines = log_lines()
     with pytest.MonkeyPatch.context() as patched:
-        for name, value in (environment or {}).items():
+        for name, value in environment.items():
             if value != "rank 1":
                 patched.setenv(name, value)
             elif torch.distributed.get_rank() == 1:
@@ -82,52 +75,30 @@ def start(kind, config, environment=None):
 
 def start_all():
     logging.getLogger("ds_compress").setLevel(logging.WARNING)
-    plain_first = sorted(STARTS, key=lambda name: STARTS[name][0] != "plain")  # a pipeline leaves its groups
-    return {name: start(*STARTS[name]) for name in plain_first}
+    plain_first = sorted(range(len(STARTS)), key=lambda number: STARTS[number][0] != "plain")
+    return {number: start(*STARTS[number]) for number in plain_first}  # a pipeline leaves its groups
 
 
 @pytest.fixture(scope="module")
 def starts():
-    """By name, what rank 0 and rank 1 log and raise: all in one pair of processes."""
-    first, other = run_ranks(2, start_all)
-    return {name: (first[name], other[name]) for name in STARTS}
+    """By number, what ranks log and raise: all in one pair of processes."""
+    return run_ranks(2, start_all)
 
 
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        *((f"ZeRO-{n}", ["has no effect", "is not a pipeline", "PipelineM"]) for n in (0, 1, 3)),
-        ("misspelt", ["did you mean 'ds_compress'?"]),
-        ("misspelt in a pipeline", ["ds_config key 'ds-compress' is unknown to DeepSpeed: did you mean"]),
-        ("one stage", ["a pipeline of one stage"]),
-    ],
-)
-def test_an_engine_that_compresses_nothing_says_so_once(starts, name, message):
-    (lines, error), other = starts[name]
-    assert error == "" and other == ([], "") and len(lines) == 1 and "\n" not in lines[0]
-    assert all(part in lines[0] for part in message), lines
+@pytest.mark.parametrize("number", range(len(GO_ON)))
+def test_an_engine_that_compresses_nothing_says_so_once(starts, number):
+    """Not where it is switched off, or has no key."""
+    ((lines, error), other), parts = (rank[number] for rank in starts), GO_ON[number][-1]
+    assert error == "" and other == ([], "") and len(lines) == bool(parts)
+    assert all(part in lines[0] and "\n" not in lines[0] for part in parts), lines
 
 
-def test_its_block_is_checked_all_the_same(starts):
-    for _, error in starts["bad block"]:
-        assert error.startswith("CompressionError: ds_compress.forward.codec: 'nonsense' is not registered")
-
-
-def test_switched_off_or_without_the_key_nothing_is_said(starts):
-    assert starts["off"] == starts["no key"] == (([], ""), ([], ""))
-
-
-@pytest.mark.parametrize("number", range(len(UNCOMPRESSED)))
+@pytest.mark.parametrize("number", range(len(STOP)))
 def test_where_compression_is_required_every_rank_stops(starts, number):
-    *_, asked, why = UNCOMPRESSED[number]
-    for _, error in starts[f"uncompressed {number}"]:
+    """With a bad block too: it is checked all the same."""
+    for _, error in (rank[len(GO_ON) + number] for rank in starts):
         assert error.startswith("CompressionError: ds_compress") and "\n" not in error
-        assert asked in error and why in error
-
-
-@pytest.mark.parametrize("name", ["required", "required by the environment", "not required", "required: 0"])
-def test_what_compresses_or_is_not_required_starts(starts, name):
-    assert [error for _, error in starts[name]] == ["", ""]
+        assert all(part in error for part in STOP[number][-1]), error
 
 
 BLOCK = {"forward": {"codec": {"name": "quantize", "bits": 4}}, "backward": {"codec": "bf16"}, "min_numel": 1}

@@ -2,35 +2,25 @@
 
 import pytest
 
-from tests.support.pipeline import batches, build, ds_config, log_lines, skip_steps
+from tests.support.pipeline import build, ds_config, log_lines
 from tests.support.ranks import run_ranks
-from tests.support.replicas import KINDS, WIDE, digest, wide_layers
+from tests.support.replicas import KINDS, train_steps, wide_layers
 
 BLOCK = {"replicas": {"codec": {"name": "quantize", "bits": 4}, "feedback": "ef"}}
 
 
-def steps(engine, count, skipped=0):
-    data = batches(engine.grid.get_data_parallel_id(), next(engine.module.parameters()).dtype, (8, WIDE))
-    skip_steps(engine, data, skipped)
-    found = []
-    for _ in range(count):
-        engine.train_batch(data)
-        found.append(digest(engine))
-    return found
-
-
 def train_and_save(folder, stages, config, layers=wide_layers):
     engine = build(stages, config, layers())
-    steps(engine, 3)
+    train_steps(engine, 3)
     engine.save_checkpoint(folder)
-    return steps(engine, 2, skipped=3)
+    return train_steps(engine, 2, skipped=3)
 
 
 def resume(folder, stages, config, layers=wide_layers):
     lines = log_lines()
     engine = build(stages, config, layers())
     engine.load_checkpoint(folder)
-    return steps(engine, 2, skipped=3), [line for line in lines if "gradients" in line]
+    return train_steps(engine, 2, skipped=3), [line for line in lines if "gradients" in line]
 
 
 @pytest.mark.parametrize("codec", [{"name": "quantize", "bits": 4}, {"name": "lowrank", "rank": 4}], ids=str)

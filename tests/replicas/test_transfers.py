@@ -15,10 +15,10 @@ from ds_compress.runtime import connections as controller
 from ds_compress.transport import parts
 from ds_compress.transport.p2p import ExchangeConnections
 from ds_compress.transport.probe import LinkMeasurement
-from tests.support.pipeline import batches, build, ds_config, printed_lines
+from tests.support.pipeline import build, ds_config, printed_lines
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
-from tests.support.replicas import KINDS, WIDE, assert_alike, digest, train_replicas, wide_layers
+from tests.support.replicas import KINDS, assert_alike, train_replicas, train_steps, wide_layers
 from tests.transport.transfers import count_transfers
 
 CONNECTIONS = 3
@@ -62,8 +62,9 @@ def test_several_connections_change_no_bit(name, monkeypatch):
         assert len(before) == messages and len(transfers) == CONNECTIONS * (messages + exchanges)
 
 
-def choose():
-    """Connections of a stage that has no channels, of its exchange, what was probed, weights, and lines."""
+def choose(block):
+    """Connections of a stage that has no channels, and of its exchanges, its groups, what was probed, weights
+    and lines."""
     probed = []
 
     def probe(sender, receiver, first, rate):
@@ -71,36 +72,23 @@ def choose():
         return LinkMeasurement(1e6 * min(4.2, len(receiver.groups)), 0.04)
 
     controller.probe = probe
-    with printed_lines("connections ") as lines:
-        block = {"replicas": FOUR_BITS, "link": {"connections": "auto"}}
-        engine = build(1, ds_config(block, replicas=3), wide_layers())
-        data = batches(engine.grid.get_data_parallel_id(), shape=(8, WIDE))
-        for _ in range(3):
-            engine.train_batch(data)
+    with printed_lines("ds_compress") as lines:
+        engine = build(1, ds_config(block, replicas=dist.get_world_size()), wide_layers())
+        *_, last = train_steps(engine, 5)
     stage = engine.ds_compress.stage
-    (own,) = stage.exchange_connections
-    return stage.connections, len(own.groups), probed, digest(engine), lines
+    exchanges = [len(own.groups) for own in stage.exchange_connections]
+    return stage.connections, exchanges, len(stage.groups), probed, last, lines
 
 
 def test_auto_probes_the_links_to_replicas():
     """It knew only those between stages, of which there may be none, or others than the slow ones."""
-    results = run_ranks(3, choose)
-    assert {result[:2] for result in results} == {(4, 4)}
+    results = run_ranks(3, choose, {"replicas": FOUR_BITS, "link": {"connections": "auto"}})
+    assert [result[:2] for result in results] == [(4, [4])] * 3
     between = [(number, first) for number in (1, 4, 16, 64) for first in (False, True)]
-    assert results[1][2] == between and results[0][2] == between[1::2]
+    assert results[1][3] == between and results[0][3] == between[1::2]
     assert len({own for *_, own, _ in results}) == 1
-    assert "link connections 4 chosen: slowest link, Mbit/s: 8 with 1, 32 with 4" in results[0][-1][0]
-
-
-def choose_nothing(block):
-    """Connections, groups and lines of a stage whose replicas send sums alone, and that has no channels."""
-    replicas = {"codec": {"name": "lowrank", "rank": 4}, "feedback": "ef"}
-    with printed_lines("ds_compress") as lines:
-        engine = build(1, ds_config({"replicas": replicas, **block}, replicas=2), wide_layers())
-        data = batches(engine.grid.get_data_parallel_id(), shape=(8, WIDE))
-        for _ in range(5):
-            engine.train_batch(data)
-    return engine.ds_compress.stage.connections, len(engine.ds_compress.stage.groups), lines
+    said = "link connections 4 chosen: slowest link, Mbit/s: 8 with 1, 32 with 4"
+    assert sum(said in line for line in results[0][-1]) == 1
 
 
 @pytest.mark.parametrize("recipe", [{}, {"recipe": "auto"}], ids=["depth", "recipe"])
@@ -108,8 +96,10 @@ def test_auto_chooses_nothing_where_no_packet_is_sent(recipe):
     """Depth and recipe were chosen by the slowest of no links, and the worst of no messages: ValueError. Sums
     have one connection, whatever a link would give."""
     link = {"connections": "auto", "depth": "auto", "memory_gb": 1}
-    (*first, lines), (*other, silent) = run_ranks(2, choose_nothing, {**recipe, "link": link})
-    assert first == other == [1, 1] and not silent
+    replicas = {"codec": {"name": "lowrank", "rank": 4}, "feedback": "ef"}
+    block = {**recipe, "replicas": replicas, "link": link}
+    (*first, lines), (*other, silent) = run_ranks(2, choose, block)
+    assert first == other and (first[0], *first[2:4]) == (1, 1, []) and not silent
     if recipe:
         said = "recipe auto: messages stay uncompressed: a pipeline of one stage sends none"
         assert lines.pop(0) == f"ds_compress: {said}"

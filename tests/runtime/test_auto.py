@@ -14,7 +14,7 @@ from ds_compress.config.recipes import LIMITS
 from ds_compress.planning.step_time import Workload
 from ds_compress.runtime import auto, stage_profile
 from ds_compress.transport.probe import LinkMeasurement
-from tests.support import programs
+from tests.support import pipeline_kinds, programs
 from tests.support.pipeline import batches, build, ds_config, printed_lines, train_on
 from tests.support.ranks import run_ranks
 
@@ -238,10 +238,10 @@ def test_the_end_of_a_longer_warm_up_is_measured():
 
 
 def trained_by_an_own_schedule():
-    program = programs.Program(programs.with_schedule(programs.TwiceSchedule), steps=CHOSEN + 2)
+    program = programs.program(programs.with_schedule(programs.TwiceSchedule), steps=CHOSEN + 2)
     with printed_lines("recipe auto: ") as lines:
-        losses = programs.train(program, block())["losses"]
-    return lines, losses == programs.train(program, None)["losses"]
+        losses = pipeline_kinds.train(program, block())["losses"]
+    return lines, losses == pipeline_kinds.train(program, None)["losses"]
 
 
 def test_what_it_cannot_predict_stays_uncompressed():

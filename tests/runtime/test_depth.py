@@ -7,8 +7,8 @@ import pytest
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
-from tests.support.pipeline import MICRO_BATCH, Block, alike, batches, build, ds_config, same_weights
-from tests.support.pipeline_kinds import BLOCKS, KINDS, train_all
+from tests.support.pipeline import MICRO_BATCH, Block, alike, batches, build, ds_config
+from tests.support.pipeline_kinds import BLOCKS, KINDS, different, train_all
 from tests.support.ranks import run_ranks
 
 MICRO_BATCHES = 9  # enough for 1F1B at depth 3 and two stages
@@ -44,11 +44,6 @@ def each_kind(*fast):
     """The kinds of pipeline, `fast` ones first; others are slow."""
     slow = (pytest.param(name, marks=pytest.mark.slow) for name in KINDS if name not in fast)
     return [*fast, *slow]
-
-
-def different(mine, other):
-    same = same_weights(mine["weights"], other["weights"])
-    return [key for key in ("losses", "evaluated") if mine[key] != other[key]] + ["weights"] * (not same)
 
 
 def check(name, blocks, **changes):

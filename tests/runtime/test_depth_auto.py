@@ -32,12 +32,8 @@ def far(monkeypatch):
 
 @pytest.mark.parametrize("name", ["tensor", "data-parallel", "bf16", "tied"])
 @pytest.mark.extended(keep=1)
-def test_none_equals_stock(far, name):
-    check(name, at_depths({"none": {}}, "auto"))
-
-
-def test_codecs_with_a_loss_give_what_they_give_at_depth_1(far):
-    check("tensor", at_depths({"quantize": BLOCKS["quantize"]}, 1, "auto"))
+def test_none_equals_stock_and_codecs_give_what_they_give_at_depth_1(far, name):
+    check(name, at_depths({"none": {}}, "auto") | at_depths({"quantize": BLOCKS["quantize"]}, 1, "auto"))
 
 
 def depths(stages, replicas, link, found, micro_batches=(9,) * 5):

@@ -26,21 +26,9 @@ SAYS = {
     "kill-tied": r"gradients of tied weights between stages: .*(" + GONE + ")",
     "cut-loss": r"rank \d (did not answer within|was not heard of for) 3 s",
 }
-FAST = [
-    ("kill", 1, "eager", 1),
-    ("stop", 2, "eager", 1),
-    ("cut", 1, "eager", 1),
-    ("header", 0, "blocking", 1),
-    ("cut-loss", 0, "eager", 1),
-    ("stop-reduce", 1, "blocking", 1),
-    ("stop-save", 1, "eager", 1),
-    ("stop-load", 0, "blocking", 1),
-    ("crash-reduce", 2, "blocking", 1),
-    ("kill-exchange", 1, "eager", 1),
-    ("stop-exchange", 2, "eager", 1),
-    ("kill-tied", 1, "eager", 1),
-    ("stop", 1, "eager", 3),
-]
+EACH = enumerate(sorted(FAULTS, key=lambda fault: FAULTS[fault].hosts))
+FAST = [(fault, n % FAULTS[fault].ranks, ("eager", "blocking")[n % 2], 1) for n, fault in EACH]
+FAST += [("stop", 1, "eager", 3)]
 SLOW = [
     pytest.param(fault, at, mode, depth, marks=pytest.mark.slow)
     for fault in FAULTS
@@ -51,7 +39,7 @@ SLOW = [
 
 
 @pytest.mark.parametrize("fault, at, mode, depth", [*FAST, *SLOW])
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended(keep=3)
 def test_living_ranks_stop(fault, at, mode, depth):
     """Once those that stood in a collective of DeepSpeed stood there for its 30 minutes."""
     if not FAULTS[fault].possible:

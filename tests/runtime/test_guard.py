@@ -329,19 +329,12 @@ def test_a_loss_that_is_no_number_with_compression_stops():
     assert all(" is nan with compression " in rank["error"] for rank in ranks)
 
 
-def judged(config, folder, saved=0, steps=4):
+def judged(config, folder, saved=0):
     """What the guard judges each step by, after `saved` steps of a run that saves each of its steps."""
     engine, found = pipeline.build(2, config), []
-    data = pipeline.batches(engine.grid.get_data_parallel_id())
-    if saved:
-        engine.load_checkpoint(str(folder), tag=f"step{saved}")
-        pipeline.skip_steps(engine, data, saved)
-    for step in range(saved, steps):
-        engine.train_batch(data)
-        found.append(engine.ds_compress.monitor.message_quality())
-        if not saved:
-            engine.save_checkpoint(str(folder), tag=f"step{step + 1}")
-    return found
+    quality = engine.ds_compress.monitor.message_quality
+    pipeline.train_on(engine, 4, folder, saved, prepare=lambda step: found.append(quality()))
+    return [*found[1:], quality()]
 
 
 @pytest.mark.parametrize("saved", [1, 3])

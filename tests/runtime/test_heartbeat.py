@@ -20,7 +20,7 @@ FOREVER = 1e6
 """Seconds: no clock has a say here."""
 
 
-def made(store, create):
+def made(create):
     """What `create(rank)` gives on all ranks, which wait for each other."""
     with ThreadPoolExecutor(RANKS) as starting:
         return [each.result() for each in [starting.submit(create, rank) for rank in range(RANKS)]]
@@ -35,7 +35,7 @@ def start(monkeypatch):
 
         def job(tick=0.1):
             store = HashStore()
-            ranks = made(store, lambda rank: Watchdog(store, rank, RANKS, FOREVER))
+            ranks = made(lambda rank: Watchdog(store, rank, RANKS, FOREVER))
             for each in ranks:  # no thread stays: other tests fork this process
                 each._tick = tick
                 stack.callback(each.close)
@@ -143,7 +143,7 @@ def test_strangers_have_little_time(monkeypatch):
     monkeypatch.setattr(heartbeat, "time", clock)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     store = HashStore()
-    rank_0, *others = made(store, lambda rank: Connections(store, "key", rank, RANKS))
+    rank_0, *others = made(lambda rank: Connections(store, "key", rank, RANKS))
     with socket.create_connection(rank_0.addresses[0], 60) as stranger, contextlib.ExitStack() as stack:
         for each in (rank_0, *others):
             stack.callback(each.close)

@@ -14,6 +14,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.runtime.policy import PolicyController
 from ds_compress.simulate import evaluating, simulate
 from tests.checkpoint.damaged_files import opened, signed
+from tests.support.calls import wrapped
 from tests.support.pipeline import (
     MICRO_BATCHES,
     batches,
@@ -62,11 +63,18 @@ def same(ours, theirs, start=0):
     assert same_weights(ours["weights"], theirs["weights"])
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run's checkpoints of all steps, and what its ranks return."""
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, run_ranks(2, trained, ds_config(block(ACCORDION)), 2, folder)
+
+
 @pytest.mark.parametrize("link", [{"mode": "blocking"}, {"depth": 2}], ids=["blocking", "depth 2"])
-def test_resuming_goes_on_exactly_and_evaluation_does_not_disturb(link, tmp_path):
+def test_resuming_goes_on_exactly_and_evaluation_does_not_disturb(link, saved):
     """From the middle of an interval, over another link, and with evaluation before every step."""
-    whole = run_ranks(2, trained, ds_config(block(ACCORDION)), 2, tmp_path)
-    resumed = run_ranks(2, trained, ds_config(block(ACCORDION, link=link)), 2, tmp_path, 5, True)
+    folder, whole = saved
+    resumed = run_ranks(2, trained, ds_config(block(ACCORDION, link=link)), 2, folder, 5, True)
     for ours, theirs in zip(resumed, whole):
         same(ours, theirs, 5)
         assert ours["rungs"] == whole[0]["rungs"][5:]
@@ -76,13 +84,13 @@ def test_resuming_goes_on_exactly_and_evaluation_does_not_disturb(link, tmp_path
     assert whole[0]["printed"][0].startswith("ds_compress: policy accordion: from step ")
 
 
-def test_a_rank_without_a_file_has_the_settings_of_the_others(tmp_path):
+def test_a_rank_without_a_file_has_the_settings_of_the_others(saved, tmp_path):
     """As new replicas have none; what its side keeps starts from zero, and is said."""
-    whole = run_ranks(2, trained, ds_config(block(ACCORDION)), 2, tmp_path)
+    shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
     (file,) = (tmp_path / "step5").glob("ds_compress_pp00*.safetensors")
     file.unlink()
     resumed = run_ranks(2, trained, ds_config(block(ACCORDION)), 2, tmp_path, 5)
-    for ours, theirs in zip(resumed, whole):
+    for ours, theirs in zip(resumed, saved[1]):
         assert ours["rungs"] == theirs["rungs"][5:] and ours["sent"] == theirs["sent"][5:]
 
 
@@ -101,19 +109,12 @@ def resumed_from(config, folder):
     return {**trained(config, 2, folder, 5, steps=7), "logged": logged}
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("saved")
-    run_ranks(2, trained, ds_config(block(ACCORDION)), 2, folder, 0, False, None, 5)
-    return folder
-
-
 @pytest.mark.parametrize("how", REWRITTEN)
 @pytest.mark.extended(keep=3)
 def test_a_rewritten_state_of_the_policy_starts_again(how, saved, tmp_path):
     """Hashes match, as if a program had written it: ranks raised KeyError, TypeError and the like."""
     config = ds_config(block(ACCORDION))
-    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
     for path in (tmp_path / "step5").glob("ds_compress_pp*.safetensors"):
         entries, texts = opened(path)
         metadata, changes = json.loads(texts["state"]), REWRITTEN[how]
@@ -156,20 +157,14 @@ def test_signals_that_differ_cannot_make_the_ends_disagree():
 
 def collectives(policy):
     """Of torch.distributed, per step."""
-    count, calls = [0], []
+    made, calls = [], []
     for name in ("all_gather", "all_reduce", "broadcast"):
-        stock = getattr(dist, name)
-
-        def counted(*args, stock=stock, **kwargs):
-            count[0] += 1
-            return stock(*args, **kwargs)
-
-        setattr(dist, name, counted)
+        setattr(dist, name, wrapped(getattr(dist, name), lambda *args, **kwargs: made.append(args)))
     engine, data = build(2, ds_config(block(policy, monitor={"every": 0}))), batches()
     for _ in range(7):
-        before = count[0]
+        made.clear()
         engine.train_batch(data)
-        calls.append(count[0] - before)
+        calls.append(len(made))
     return calls
 
 
@@ -181,9 +176,8 @@ def test_steps_where_nothing_can_change_cost_no_collective():
     assert all(calls[step - 1] == constant[step - 1] + 1 for step in due)
 
 
-def test_steps_have_the_bytes_of_their_rungs_and_another_policy_begins_anew(tmp_path):
-    config = ds_config(block(ACCORDION))
-    first, _ = run_ranks(2, trained, config, 2, tmp_path)
+def test_steps_have_the_bytes_of_their_rungs_and_another_policy_begins_anew(saved):
+    folder, (first, _) = saved
     rungs = [rungs[0, "forward"] for rungs in first["rungs"]]
     assert {0, 1} == {*rungs} and rungs[7] == 1
     for rung, bits in enumerate((8, 2)):
@@ -192,7 +186,7 @@ def test_steps_have_the_bytes_of_their_rungs_and_another_policy_begins_anew(tmp_
         (sent, *_) = run_ranks(2, trained, constant, 2, None, 0, False, None, 1)[0]["sent"]
         assert {first["sent"][step] for step in range(STEPS) if rungs[step] == rung} == {sent}
     other = ds_config(block({**ACCORDION, "threshold": 0.2}))
-    resumed, _ = run_ranks(2, trained, other, 2, tmp_path, 7, False, None, 8)
+    resumed, _ = run_ranks(2, trained, other, 2, folder, 7, False, None, 8)
     assert [rungs[0, "forward"] for rungs in resumed["rungs"]] == [0]
 
 
@@ -212,26 +206,18 @@ def test_a_policy_is_never_ignored_in_silence():
         simulate(model, ds_config(block(ACCORDION)), [1])
 
 
-def simulated_steps(config, evaluates):
-    """Losses, and what is printed, of the same training in one process."""
-    with printed_lines("policy") as printed:
-        model, data = simulated(layers(), config, [4], lr=lambda: [0.05]), batches()
-        losses = []
-        for _ in range(STEPS):
-            if evaluates:
-                with evaluating(model, "compressed"):
-                    model(next(batches())[0])
-            losses.append(train_step(model, data))
-    return losses, printed
-
-
-def test_a_simulated_policy_gives_the_losses_of_a_pipeline():
+def test_a_simulated_policy_gives_the_losses_of_a_pipeline(saved):
     """`simulate` refused every policy."""
-    config = ds_config(block(ACCORDION))
-    real = run_ranks(2, trained, config)[0]
-    assert len({str(rungs) for rungs in real["rungs"]}) > 1
+    real = saved[1][0]
     for evaluates in (False, True):
-        losses, printed = simulated_steps(config, evaluates)
+        with printed_lines("policy") as printed:
+            model = simulated(layers(), ds_config(block(ACCORDION)), [4], lr=lambda: [0.05])
+            data, losses = batches(), []
+            for _ in range(STEPS):
+                if evaluates:
+                    with evaluating(model, "compressed"):
+                        model(next(batches())[0])
+                losses.append(train_step(model, data))
         assert losses == real["losses"]
         assert real["printed"][: len(printed)] == printed
         assert len(real["printed"]) - len(printed) <= 1  # after the last step
@@ -279,20 +265,16 @@ def train_listening(guard):
     """Losses, what the policy was told, what was warned of, and the norms of gradient messages, on a rank."""
     warned, norms = log_lines(), []
     engine = build(2, ds_config(block({"name": "listens", "forward": TWO, "backward": TWO}, guard=guard)))
+
+    def note(tensors, message_id):
+        norms.append(torch.stack([x.detach().double().norm() for x in tensors]).norm().item())
+
     for end in engine.ds_compress.stage.ends:
         if end.sends and end.channel.direction == "backward":
-            end.transmit = _noting(end.transmit, norms)
+            end.transmit = wrapped(end.transmit, note)
     data = batches()
     losses = [engine.train_batch(data).item() for _ in range(HEARD_STEPS)]
     return {"losses": losses, "heard": HEARD, "warned": warned, "norms": norms}
-
-
-def _noting(transmit, norms):
-    def noted(tensors, message_id):
-        norms.append(torch.stack([x.detach().double().norm() for x in tensors]).norm().item())
-        transmit(tensors, message_id)
-
-    return noted
 
 
 def test_norms_are_those_of_the_messages_that_were_sent(monkeypatch):

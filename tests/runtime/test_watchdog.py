@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +12,8 @@ from torch.distributed import HashStore
 from ds_compress.errors import CompressionError
 from ds_compress.runtime import heartbeat, watchdog
 from ds_compress.runtime.watchdog import GRACE, Watchdog
+from tests.runtime.test_heartbeat import RANKS, made
 
-RANKS = 3
 SECONDS = 8.0
 LONG = 4 * SECONDS
 
@@ -26,9 +25,7 @@ class Job:
         self.clock, self.ended, store = clock, {}, HashStore()
         self.silent, self.left, self.waiting = set(), set(), set()
         self._calls = {}
-        with ThreadPoolExecutor(RANKS) as starting:
-            made = [starting.submit(Watchdog, store, rank, RANKS, SECONDS) for rank in range(RANKS)]
-        self.ranks = [each.result() for each in made]
+        self.ranks = made(lambda rank: Watchdog(store, rank, RANKS, SECONDS))
         for rank, each in enumerate(self.ranks):
             wait = each._connections.wait
             each._connections.wait = lambda seconds, hear, wait=wait: wait(0.0, hear)
@@ -148,11 +145,15 @@ def test_one_that_raises_in_time_is_not_ended(job):
     assert set(job.ended) == {2}
 
 
+@pytest.mark.parametrize("pause", [0.0, LONG])
 @pytest.mark.parametrize("error, trains", [(ValueError("x"), True), (CompressionError("no space"), False)])
-def test_an_error_of_all_ranks_may_be_caught(error, trains, job):
-    """A StopIteration, an interrupt by hand, a checkpoint that cannot be saved: the program goes on."""
+def test_an_error_of_all_ranks_may_be_caught(error, trains, pause, job):
+    """An interrupt by hand, a checkpoint that cannot be saved: the program goes on. The data had run out, and
+    a script wrote samples for longer than the time-out: its last checkpoint was refused, as no rank had begun
+    another call."""
     for _ in range(3):
         job.call(*range(RANKS), error=error, sends_messages=trains)
+        job.goes_well(pause)
         job.call(*range(RANKS))
     job.goes_well()
 
@@ -181,15 +182,6 @@ def test_a_rank_that_left_a_call_is_named_when_the_others_wait_for_it(left, goes
     assert job.failures() == [text] * RANKS
     job.pass_time(GRACE + 1)
     assert set(job.ended) == set(others) | ({left} if goes_on else set())
-
-
-def test_what_follows_an_error_that_all_ranks_caught_may_take_any_time(job):
-    """The data had run out, and a script wrote samples for longer than the time-out: its last checkpoint
-    was refused, as no rank had begun another call."""
-    job.call(*range(RANKS), error=StopIteration())
-    job.goes_well()
-    job.call(*range(RANKS))
-    job.goes_well()
 
 
 @pytest.mark.parametrize("pause", [1.0, SECONDS - 1])
@@ -253,25 +245,22 @@ def test_an_error_is_named_though_the_process_ends_at_once(killed, waited, job):
 
 @pytest.mark.parametrize("sends_messages", [True, False])
 @pytest.mark.parametrize("silent", range(RANKS))
-def test_a_silent_rank_that_is_needed(silent, sends_messages, job):
-    job.enter(*range(RANKS), sends_messages=sends_messages)
-    job.pass_time(1.0)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_silent_rank_that_is_needed(is_first, silent, sends_messages, new_job):
+    """In load_checkpoint, the first call of a run, nobody had heard of it yet, so nobody missed it."""
+    job, others = new_job(), [rank for rank in range(RANKS) if rank != silent]
+    if is_first:
+        job.enter(*others, sends_messages=sends_messages)
+    else:
+        job.call(*range(RANKS))
+        job.enter(*range(RANKS), sends_messages=sends_messages)
+        job.pass_time(1.0)
     job.silence(silent)
-    others = [rank for rank in range(RANKS) if rank != silent]
     job.goes_well(SECONDS - 1)
     job.pass_time(6.0)
     assert all(f"rank {silent} was not heard of for 8 s" in job.failures()[rank] for rank in others)
     job.pass_time(GRACE + 1)
     assert set(job.ended) == set(others)
-
-
-def test_a_rank_that_is_stopped_before_it_has_trained(new_job):
-    """In load_checkpoint, the first call of a run: nobody had heard of it yet, so nobody missed it."""
-    job = new_job()
-    job.enter(0, 1, sends_messages=False)
-    job.silence(2)
-    job.pass_time(LONG)
-    assert all("rank 2 was not heard of for 8 s" in job.failures()[rank] for rank in (0, 1))
 
 
 @pytest.mark.parametrize("gone", range(RANKS))

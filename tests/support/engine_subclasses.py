@@ -3,6 +3,7 @@
 import inspect
 import sys
 import types
+from pathlib import Path
 
 import torch
 from deepspeed.runtime.pipe import engine as deepspeed_engine
@@ -86,19 +87,12 @@ class NamedTensors(PipelineEngine):
     }
 
 
-def copied_module() -> types.ModuleType:
-    """The module of the installed DeepSpeed's engine, once more under another name."""
-    name = "tests.support.copied_engine"
-    if name not in sys.modules:
-        copy = sys.modules[name] = types.ModuleType(name)
-        copy.__package__, copy.__file__ = deepspeed_engine.__package__, deepspeed_engine.__file__
-        with open(deepspeed_engine.__file__) as source:
-            exec(compile(source.read(), deepspeed_engine.__file__, "exec"), vars(copy))
-        copy.PipelineEngine.__module__ = name
-    return sys.modules[name]
-
-
-CopiedEngine = copied_module().PipelineEngine
+copied = sys.modules["tests.support.copied_engine"] = types.ModuleType("tests.support.copied_engine")
+"""The module of the installed DeepSpeed's engine, once more under another name."""
+copied.__package__, copied.__file__ = deepspeed_engine.__package__, deepspeed_engine.__file__
+exec(compile(Path(deepspeed_engine.__file__).read_text(), deepspeed_engine.__file__, "exec"), vars(copied))
+CopiedEngine = copied.PipelineEngine
+CopiedEngine.__module__ = copied.__name__
 MOVES = (schedule.SendActivation, schedule.RecvActivation, schedule.SendGrad, schedule.RecvGrad)
 
 

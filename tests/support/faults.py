@@ -20,6 +20,7 @@ import torch
 
 from ds_compress.runtime import connections
 from launch.ports import reserved_port
+from tests.support.calls import wrapped
 from tests.support.interpreters import TRAINING, interpreter
 from tests.support.network import ADDRESSES, WIRE, Hosts, reason_for_none, two_hosts
 from tests.support.pipeline import MICRO_BATCHES, WIDTH, batches, build, ds_config, layers
@@ -55,14 +56,13 @@ PLACES = {
 
 def before(owner, name, number, action):
     """Let `action` happen before the call of that number of a method, with its arguments."""
-    original, calls = getattr(owner, name), itertools.count(1)
+    calls = itertools.count(1)
 
-    def call(*args, **kwargs):
+    def act(*args, **_):
         if next(calls) == number:
             action(*args)
-        return original(*args, **kwargs)
 
-    setattr(owner, name, call)
+    setattr(owner, name, wrapped(getattr(owner, name), act))
 
 
 def run_rank(fault: str, at: int, stages: int, block: dict[str, Any], moment: str) -> None:

@@ -14,7 +14,7 @@ import io
 import marshal
 import os
 import runpy
-import selectors
+import select
 import shutil
 import signal
 import socket
@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -58,6 +57,9 @@ os._exit(code)
 
 SERVERS: list[subprocess.Popen[bytes]] = []
 
+Request = tuple[list[str], dict[str, str], str]
+"""Arguments, environment and folder."""
+
 
 @cache
 def interpreter(*more: str) -> str:
@@ -83,8 +85,8 @@ def interpreter(*more: str) -> str:
     return str(program)
 
 
-def serve(folder: Path, modules: list[str]) -> tuple[list[str], dict[str, str], str]:
-    """Fork for each request; return only in the child, with its arguments, environment and folder."""
+def serve(folder: Path, modules: list[str]) -> Request:
+    """Fork for each request; return only in the child that runs it."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(folder / f".{SOCKET}"))
     listener.listen(64)
@@ -94,81 +96,41 @@ def serve(folder: Path, modules: list[str]) -> tuple[list[str], dict[str, str], 
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the threads that an import has started"
     gc.collect()
     gc.freeze()  # the first collection in each child would copy all of that memory
-    ended, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    asking: dict[int, socket.socket] = {}
-    with selectors.DefaultSelector() as selector:
-        for each in (sys.stdin, listener, ended):
-            selector.register(each, selectors.EVENT_READ)
-        while True:
-            for key, _ in selector.select():
-                if key.fileobj is sys.stdin:  # the one who started this has ended
-                    _kill(*asking)
-                    shutil.rmtree(folder, ignore_errors=True)
-                    os._exit(0)
-                elif key.fileobj is listener:
-                    link = listener.accept()[0]
-                    request, files = _received(link)
-                    pid = os.fork()
-                    if pid == 0:
-                        signal.set_wakeup_fd(-1)
-                        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                        for each in (listener, link, *asking.values()):
-                            each.close()
-                        os.close(ended)
-                        os.close(wake)
-                        _become(files)
-                        return request
-                    for file in files:
-                        os.close(file)
-                    asking[pid] = link
-                    selector.register(link, selectors.EVENT_READ, pid)
-                    _reply(link, pid)
-                elif key.fileobj == ended:
-                    os.read(ended, 1 << 16)
-                    for pid, status in _reaped():
-                        link = asking.pop(pid)
-                        with contextlib.suppress(KeyError):
-                            selector.unregister(link)
-                        _reply(link, status)
-                        link.close()
-                else:  # the program that asked was killed
-                    selector.unregister(key.fileobj)
-                    _kill(key.data)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
+        link = listener.accept()[0]
+        if os.fork() == 0:
+            listener.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return answer(link)
+        link.close()
+    shutil.rmtree(folder, ignore_errors=True)  # the one who started this has ended
+    os._exit(0)
 
 
-def _received(link: socket.socket) -> tuple[tuple[list[str], dict[str, str], str], list[int]]:
-    """What is asked for, and the standard files of the one who asks."""
+def answer(link: socket.socket) -> Request:
+    """Fork, tell who asks the child's number, and how it has ended; return in the child alone."""
     size, files, *_ = socket.recv_fds(link, 4, 3)
     request = b""
     while len(request) < int.from_bytes(size, "little"):
         request += link.recv(1 << 20)
-    return marshal.loads(request), files
-
-
-def _become(files: list[int]) -> None:
-    for number, file in enumerate(files):
-        os.dup2(file, number)
+    if (child := os.fork()) == 0:
+        link.close()
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+            os.close(file)
+        return marshal.loads(request)
+    for file in files:
         os.close(file)
-
-
-def _reply(link: socket.socket, number: int) -> None:
-    with contextlib.suppress(OSError):  # it was killed
-        link.sendall(number.to_bytes(4, "little"))
-
-
-def _kill(*pids: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _reaped() -> Iterator[tuple[int, int]]:
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
-            yield ended
+    with contextlib.suppress(OSError):  # who asked was killed
+        link.sendall(child.to_bytes(4, "little"))
+    ended = os.pidfd_open(child)
+    if ended not in select.select([ended, link, sys.stdin], [], [])[0]:  # as was who asked, or all has ended
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    with contextlib.suppress(OSError):
+        link.sendall(status.to_bytes(4, "little"))
+    os._exit(0)
 
 
 def interpret(words: list[str]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ds_compress.simulate import announce, simulate
 from ds_compress.transport.connections import Connection
+from tests.support.calls import wrapped
 
 WIDTH = 32
 MICRO_BATCH = 4
@@ -157,17 +158,14 @@ def packets_handed_over() -> list[int]:
     """Return a list that gets the size of every uint8 tensor which this process gives to torch to be sent."""
     sizes: list[int] = []
 
-    def counting(send):
-        def run(*args, **kwargs):
-            (tensor,) = (arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor))
-            sizes.extend([tensor.numel()] if tensor.dtype is torch.uint8 else [])
-            return send(*args, **kwargs)
-
-        return run
+    def count(*args, **kwargs):
+        (tensor,) = (arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor))
+        sizes.extend([tensor.numel()] if tensor.dtype is torch.uint8 else [])
 
     dist = torch.distributed
-    dist.send, dist.isend = counting(dist.send), counting(dist.isend)
-    Connection.isend = counting(Connection.isend)
+    dist.send, dist.isend, Connection.isend = (
+        wrapped(send, count) for send in (dist.send, dist.isend, Connection.isend)
+    )
     return sizes
 
 

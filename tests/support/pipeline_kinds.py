@@ -31,6 +31,7 @@ from torch import nn
 
 from ds_compress.transport import parts
 from tests.support import pipeline
+from tests.support.calls import wrapped
 from tests.support.pipeline import WIDTH, CopiedTurned, Masked, Mixed, ParallelBlock, Skip, Turned, simulated
 from tests.support.ranks import run_ranks
 
@@ -84,7 +85,10 @@ class Kind:
     data: Callable[[Any], Iterator[tuple[torch.Tensor, torch.Tensor]]] = plain
     prepare: Callable[[Any], None] | None = None  # called with the engine
     before_batch: Callable[[Any], None] | None = None
-    engine_class: type | None = None
+    after_batch: Callable[[Any], list[float]] = lambda engine: []  # gives more to compare
+    steps: int = 4
+    evaluates: bool = True  # after each step
+    engine_class: type = PipelineEngine
     # largest relative difference to the same in one process; None: that cannot be
     simulated: float | None = 0.0
     possible: Callable[[], bool] = lambda: True  # for this DeepSpeed on this device
@@ -108,9 +112,13 @@ class OwnEngine(PipelineEngine):
 
     def _send(self, buffer_id):
         type(self).sent += 1
-        PipelineEngine._exec_send_activations(self, buffer_id)
+        self._exec_send_activations(buffer_id)
 
-    _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, schedule.SendActivation: _send}
+    def _step(self, lr_kwargs=None):
+        PipelineEngine._exec_optimizer_step(self, lr_kwargs)
+
+    _replaced = {schedule.SendActivation: _send, schedule.OptimizerStep: _step}
+    _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, **_replaced}
 
 
 def _checkpoints() -> bool:
@@ -199,7 +207,6 @@ if DualPipeVModule is None:
     del KINDS["dualpipev"]
 
 
-STEPS = 4
 BLOCKS = {
     "blocking": {"link": {"mode": "blocking"}},
     "eager": {},  # the default, with the link of the kind
@@ -221,50 +228,40 @@ def train(kind: Kind, block: dict[str, Any] | None) -> dict[str, Any]:
     )
     if "fp16" in kind.config:
         fp16_on_cpu()
-    if kind.engine_class:
-        deepspeed.PipelineEngine = kind.engine_class
-    engine = pipeline.build(kind.stages, config, specs(), **kind.module)
+    config = {key: value for key, value in config.items() if value is not None}
+    before, deepspeed.PipelineEngine = deepspeed.PipelineEngine, kind.engine_class
+    try:
+        engine = pipeline.build(kind.stages, config, specs(), **kind.module)
+    finally:
+        deepspeed.PipelineEngine = before
     own_before = getattr(engine, "sent", 0)
     digest = hashlib.blake2b()
-    if block is not None:
-        _record(engine, digest)
+    for end in engine.ds_compress.stage.ends if block is not None else ():
+        if end.sends:
+            end.link.send = wrapped(end.link.send, lambda packet: digest.update(packet.bytes))
     if kind.prepare:
         kind.prepare(engine)
-    data, losses, evaluated = kind.data(engine), [], []
-    for _ in range(STEPS):
-        for run, source, results in (
-            (engine.train_batch, data, losses),
-            (engine.eval_batch, kind.data(engine), evaluated),
-        ):
+    data, lines, losses, evaluated, more = kind.data(engine), pipeline.log_lines(), [], [], []
+    for _ in range(kind.steps):
+        runs = [(engine.train_batch, data, losses), (engine.eval_batch, kind.data(engine), evaluated)]
+        for run, source, results in runs[: 1 + kind.evaluates]:
             if kind.before_batch:
                 kind.before_batch(engine)
             results.append(run(source).item())
+        more += kind.after_batch(engine)
     sent = [channel.sent for channel in engine.ds_compress.stage.sending] if block is not None else []
     return {
         "class": type(engine).__name__,
         "losses": losses,
         "evaluated": evaluated,
+        "more": more,
+        "left alone": [line for line in lines if "left to DeepSpeed" in line],
         "weights": pipeline.weights(engine),
         "raw": sum(s.raw_bytes for s in sent),
         "wire": sum(s.wire_bytes for s in sent),
         "packets": digest.hexdigest(),
         "own": getattr(engine, "sent", 0) - own_before,
     }
-
-
-def _record(engine: Any, digest: Any) -> None:
-    """Add every packet that this rank sends to `digest`."""
-
-    def recording(send):
-        def run(packet):
-            digest.update(packet.bytes)
-            return send(packet)
-
-        return run
-
-    for end in engine.ds_compress.stage.ends:
-        if end.sends:
-            end.link.send = recording(end.link.send)
 
 
 def train_all(kind: Kind, blocks: dict[str, dict[str, Any]] = BLOCKS) -> dict[str, dict[str, Any]]:
@@ -281,10 +278,17 @@ def train_simulated(kind: Kind, block: dict[str, Any]) -> tuple[list[float], lis
     config = pipeline.ds_config({"min_numel": 64, **kind.block, **block})
     model = simulated(specs, config, pipeline.even_cuts(len(specs), kind.stages))
     data, losses, evaluated = kind.data(None), [], []
-    for _ in range(STEPS):
+    for _ in range(kind.steps):
         losses.append(pipeline.train_step(model, data))
         evaluated.append(pipeline.evaluate(model, kind.data(None)))
     return losses, evaluated
+
+
+def different(mine: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """What is not bit-identical of that which two runs of a rank have to show."""
+    same = pipeline.same_weights(mine["weights"], other["weights"])
+    keys = ("losses", "evaluated", "more")
+    return [key for key in keys if mine[key] != other[key]] + ["weights"] * (not same)
 
 
 EXACT = ("blocking", "eager", "connections")
@@ -310,12 +314,8 @@ def problems(kind: Kind) -> tuple[list[str], dict[str, dict[str, Any]]]:
             expect(mine["own"] == reference["own"], f"{name}: {mine['own']} own instructions ran")
             expect(mine["packets"] == partner[name]["packets"], f"{name}: rank {number} sends other bytes")
         for name in EXACT:
-            mine = runs[name]
-            same = pipeline.same_weights(mine["weights"], reference["weights"])
-            expect(same, f"none, {name}: other weights on rank {number}")
-            for key in ("losses", "evaluated"):
-                what = f"none, {name}: {key} {mine[key]} instead of {reference[key]}"
-                expect(mine[key] == reference[key], what)
+            others = different(runs[name], reference)
+            expect(not others, f"none, {name}: other {others} on rank {number}")
     first = ranks[0]
     for name in LOSSY:
         expect(first[name]["losses"] != first["blocking"]["losses"], f"{name}: nothing is compressed")

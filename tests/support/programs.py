@@ -1,33 +1,16 @@
 """Programs like public ones over DeepSpeed's pipeline engine: schedules, instructions, training."""
 
-import contextlib
-import io
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.schedule import (
-    BackwardPass,
-    ForwardPass,
-    LoadMicroBatch,
-    OptimizerStep,
-    RecvActivation,
-    RecvGrad,
-    ReduceGrads,
-    ReduceTiedGrads,
-    SendActivation,
-    SendGrad,
-)
 
 from tests.support import pipeline
-from tests.support.pipeline import alike, batches, build, ds_config, layers, log_lines, reusing, weights
+from tests.support.pipeline import alike, reusing
+from tests.support.pipeline_kinds import Kind
 
-STEPS = 3
-END = (ReduceTiedGrads, ReduceGrads, OptimizerStep)
+END = (schedule.ReduceTiedGrads, schedule.ReduceGrads, schedule.OptimizerStep)
 EIGHT_BITS = alike({"name": "quantize", "bits": 8})
 BLOCKS = {
     "blocking": {"link": {"mode": "blocking"}},
@@ -36,7 +19,6 @@ BLOCKS = {
     "topk blocking": reusing(0.3, link={"mode": "blocking"}),
     "topk eager": reusing(0.3),
 }
-LOSSLESS = ("blocking", "eager")
 
 
 def away_from(found):
@@ -55,11 +37,13 @@ class TwiceSchedule(schedule.PipeSchedule):
     def steps(self):
         for _ in range(self.micro_batches):
             if self.is_first_stage:
-                yield [LoadMicroBatch(1), Reference(0), ForwardPass(1), SendActivation(0), SendActivation(1)]
-                yield [RecvGrad(1), BackwardPass(1)]
+                yield [schedule.LoadMicroBatch(1), Reference(0), schedule.ForwardPass(1)]
+                yield [schedule.SendActivation(0), schedule.SendActivation(1)]
+                yield [schedule.RecvGrad(1), schedule.BackwardPass(1)]
             else:
-                yield [RecvActivation(0), RecvActivation(1), LoadMicroBatch(1), Reference(0)]
-                yield [ForwardPass(1), BackwardPass(1), SendGrad(1)]
+                yield [schedule.RecvActivation(0), schedule.RecvActivation(1)]
+                yield [schedule.LoadMicroBatch(1), Reference(0)]
+                yield [schedule.ForwardPass(1), schedule.BackwardPass(1), schedule.SendGrad(1)]
         yield [kind() for kind in END]
 
     def num_pipe_buffers(self):
@@ -78,20 +62,23 @@ class ReversedSchedule(schedule.PipeSchedule):
             for first in range(0, self.micro_batches, self.sent_after):
                 some = numbers[first : first + self.sent_after]
                 for number in some:
-                    yield [LoadMicroBatch(number), ForwardPass(number)]
-                yield [SendActivation(number) for number in self._sent(some)]
+                    yield [schedule.LoadMicroBatch(number), schedule.ForwardPass(number)]
+                yield [schedule.SendActivation(number) for number in self._sent(some)]
         else:
             for number in self._sent(numbers):
-                yield [RecvActivation(number)]
+                yield [schedule.RecvActivation(number)]
                 if not self.is_last_stage:
-                    yield [ForwardPass(number), SendActivation(number)]
+                    yield [schedule.ForwardPass(number), schedule.SendActivation(number)]
             if self.is_last_stage:
-                yield [LoadMicroBatch(number) for number in numbers]
+                yield [schedule.LoadMicroBatch(number) for number in numbers]
         for number in reversed(numbers):
             # the engine keeps the loss of one forward pass only
-            yield [ForwardPass(number) if self.is_last_stage else RecvGrad(number), BackwardPass(number)]
+            yield [
+                schedule.ForwardPass(number) if self.is_last_stage else schedule.RecvGrad(number),
+                schedule.BackwardPass(number),
+            ]
             if not self.is_first_stage:
-                yield [SendGrad(number)]
+                yield [schedule.SendGrad(number)]
         yield [kind() for kind in END]
 
     def _sent(self, numbers):
@@ -120,7 +107,7 @@ class LoadsFirst(schedule.TrainSchedule):
 
     def steps(self):
         for commands in super().steps():
-            yield sorted(commands, key=lambda command: not isinstance(command, LoadMicroBatch))
+            yield sorted(commands, key=lambda command: not isinstance(command, schedule.LoadMicroBatch))
 
 
 class OnceOnly(schedule.TrainSchedule):
@@ -154,52 +141,6 @@ def with_schedule(schedule_class: type) -> type:
     return type(schedule_class.__name__, (OwnSchedule,), {"schedule_class": schedule_class})
 
 
-@dataclass(frozen=True)
-class Program:
+def program(engine_class: type = PipelineEngine, **options: Any) -> Kind:
     """A training program; all have to train the same with and without ds_compress."""
-
-    engine_class: type = PipelineEngine
-    stages: int = 2
-    specs: Callable[[], list[Any]] = lambda: layers(6)
-    config: dict[str, Any] = field(default_factory=dict)
-    module: dict[str, Any] = field(default_factory=dict)
-    data: Callable[[], Iterator[Any]] = batches
-    prepare: Callable[[Any], None] = lambda engine: None  # after initialize
-    before_batch: Callable[[Any, int], None] = lambda engine, step: None
-    after_batch: Callable[[Any], list[float]] = lambda engine: []  # gives more to compare
-    steps: int = STEPS
-    blocks: tuple[str, ...] = tuple(BLOCKS)
-    steps_aside: bool = False  # whether its messages are left to DeepSpeed
-
-
-def train(program: Program, block: dict[str, Any] | None) -> dict[str, Any]:
-    """What one rank has to show; `block`: None for stock DeepSpeed."""
-    before, deepspeed.PipelineEngine = deepspeed.PipelineEngine, program.engine_class
-    try:
-        config = ds_config({"min_numel": 64, **block} if block is not None else None, **program.config)
-        config = {key: value for key, value in config.items() if value is not None}
-        engine = build(program.stages, config, program.specs(), **program.module)
-    finally:
-        deepspeed.PipelineEngine = before
-    program.prepare(engine)
-    data, losses, more = program.data(), [], []
-    lines = log_lines()
-    for step in range(program.steps):
-        program.before_batch(engine, step)
-        losses.append(engine.train_batch(data).item())
-        more += program.after_batch(engine)
-    return {
-        "class": type(engine).__name__,
-        "losses": losses,
-        "more": more,
-        "weights": weights(engine),
-        "left alone": [line for line in lines if "left to DeepSpeed" in line],
-    }
-
-
-def train_all(program: Program) -> dict[str, dict[str, Any]]:
-    """One engine after the other in the same processes: stock, then with each block."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        return {"stock": train(program, None)} | {
-            name: train(program, BLOCKS[name]) for name in program.blocks
-        }
+    return Kind("", engine_class=engine_class, evaluates=False, **{"steps": 3, **options})

@@ -14,6 +14,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -88,34 +90,23 @@ def _fork(rank: int, world_size: int, port: int, folder: Path, function, args) -
 
 
 def run_launches(
-    count: int, world_size: int, function, *args: Any, timeout: float = 600, restarted: tuple[int, ...] = ()
+    count: int, world_size: int, function, *args: Any, restarted: tuple[int, ...] = ()
 ) -> list[list[Any]]:
     """Run `function(launch, *args)` on all ranks of `count` jobs at once, each a world of its own.
 
     Those in `restarted` are expected to die once, and run again.
     """
     _import_optimizers()
-    with tempfile.TemporaryDirectory() as folder:
-        children = []
-        for launch in range(count):
-            child = os.fork()
-            if not child:
-                gc.freeze()
-                try:
-                    if launch in restarted:
-                        run_ranks(world_size, function, launch, *args, timeout=timeout, check=False)
-                    result = True, run_ranks(world_size, function, launch, *args, timeout=timeout)
-                except BaseException:
-                    result = False, traceback.format_exc()
-                Path(folder, str(launch)).write_bytes(pickle.dumps(result))
-                os._exit(0)
-            children.append(child)
-        _wait(children, timeout + 30)
-        results = [pickle.loads(Path(folder, str(launch)).read_bytes()) for launch in range(count)]
-    for launch, (ok, value) in enumerate(results):
-        if not ok:
-            raise AssertionError(f"launch {launch} of {count}:\n{value}")
-    return [value for _, value in results]
+    with ProcessPoolExecutor(count, get_context("fork"), gc.freeze) as pool:
+        jobs = [pool.submit(_launch, n in restarted, world_size, function, n, *args) for n in range(count)]
+        return [pickle.loads(job.result()) for job in jobs]
+
+
+def _launch(is_restarted: bool, *job: Any) -> bytes:
+    """What `run_ranks` returns, pickled: tensors would be shared with a process that ends."""
+    if is_restarted:
+        run_ranks(*job, check=False)
+    return pickle.dumps(run_ranks(*job))
 
 
 def _wait(children: list[int], timeout: float) -> None:

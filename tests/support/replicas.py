@@ -1,7 +1,7 @@
 """Pipelines whose replicas exchange gradients of parameters that are large enough to be compressed."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
-from tests.support.pipeline import MICRO_BATCHES, Block, batches, build, weights
+from tests.support.pipeline import MICRO_BATCHES, Block, batches, build, skip_steps, weights
 from tests.support.pipeline_kinds import BF16, ZERO_1, fp16_on_cpu
 from tests.support.ranks import run_ranks
 
@@ -96,43 +96,56 @@ def digest(engine) -> str:
     return found.hexdigest()
 
 
+def train_steps(engine, steps: int, skipped: int = 0) -> list[str]:
+    """The hash of this stage's weights after each of some steps, with data of after `skipped` steps."""
+    data = batches(engine.grid.get_data_parallel_id(), next(engine.module.parameters()).dtype, (8, WIDE))
+    skip_steps(engine, data, skipped)
+    digests = []
+    for _ in range(steps):
+        engine.train_batch(data)
+        digests.append(digest(engine))
+    return digests
+
+
 def train_replicas(
     stages: int,
     config: dict[str, Any],
     steps: int = 4,
-    specs: str = "wide",
+    specs: str | Callable[[], list[LayerSpec]] = "wide",
     overflows: Sequence[int] = (),
     **module_options: Any,
 ) -> dict[str, Any]:
     """Losses, weights and their hash after each step; runs on every rank.
 
     Args:
-        specs: key of `SPECS` or `MIXTURE`.
-        overflows: steps in which the loss of replica 1 is infinite.
+        specs: key of `SPECS` or `MIXTURE`, or what makes them.
+        overflows: steps in which the loss of the last replica is infinite.
         module_options: of `build`.
     """
     fp16_on_cpu()
     dtypes = {key: torch.bfloat16 if key == "bf16" else torch.float16 for key in ("bf16", "fp16")}
     dtype = next((dtypes[key] for key in dtypes if config.get(key, {}).get("enabled")), torch.float32)
-    engine = build(stages, config, (SPECS | MIXTURE)[specs](), **module_options)
+    made = specs() if callable(specs) else (SPECS | MIXTURE)[specs]()
+    engine = build(stages, config, made, **module_options)
     replica = engine.grid.get_data_parallel_id()
     data = batches(replica, dtype, (8, 97 if specs == "odd" else WIDE))
     losses, digests, skipped, scales = [], [], [], []
     for step in range(steps):
         infinite = ((x * torch.inf, target) for x, target in data)
-        broken = step in overflows and replica == 1
+        broken = step in overflows and replica == engine.dp_world_size - 1
         losses.append(engine.train_batch(infinite if broken else data).item())
         digests.append(digest(engine))
         skipped.append(engine.skipped_steps)
         scales.append(getattr(engine.optimizer, "loss_scale", 1.0))
     session = getattr(engine, "ds_compress", None)
-    traffic = session.gradients if session else None
+    traffic = session.gradients or session.tied if session else None
     return {
         "losses": losses,
         "digests": digests,
         "weights": weights(engine),
         "class": type(engine).__name__,
         "stage": engine.stage_id,
+        "replica": replica,
         "norm": engine.get_global_grad_norm(),
         "raw": traffic.exchange.sent.raw_bytes if traffic else 0,
         "sent": traffic.exchange.sent.wire_bytes if traffic else 0,

@@ -1,6 +1,7 @@
 """Process groups of the channels are few; packets through host memory keep bytes and order."""
 
 import multiprocessing
+import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 
@@ -88,17 +89,25 @@ def test_no_rank_has_two_channels_in_a_group_and_both_ends_are_in_the_same(block
 
 
 CPU = torch.device("cpu")
-SIZES = [64] * 9 + [*range(64, 64 * 9, 64)]
+SIZES = [64] * 9 + [*range(64, 64 * 9, 64)] + [1 << 20] * 20
+ANNOUNCED = {0: 9, 17: 20}
 
 
 def packets(ends, staged):
-    """What rank 1 gets of packets that rank 0 fills anew as soon as it may."""
+    """What rank 1 gets of packets that rank 0 fills anew as soon as it may: at once, and later."""
     problems = install(staged=True).problems if staged else []
     group, (sending, receiving) = p2p.channel_groups(1)[0, "forward"], ends
     if dist.get_rank() == 1:
         receiver = receiving(0, CPU, group)
-        receiver.expect(64, 9)
-        return [receiver.receive(size).memory.unique().tolist() for size in SIZES], problems
+        seen = []
+        for number, size in enumerate(SIZES):
+            if number in ANNOUNCED:
+                receiver.expect(size, ANNOUNCED[number])
+            packet = receiver.receive(size).memory
+            early = packet.unique().tolist()
+            time.sleep(0.005)
+            seen.append((early, packet.unique().tolist()))
+        return seen, problems
     sender = sending(1, CPU, group)
     for number, size in enumerate(SIZES):
         packet = sender.memory(size)
@@ -115,7 +124,7 @@ ENDS = {"blocking": (p2p.Sender, p2p.Receiver), "eager": (p2p.EagerSender, p2p.E
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
 def test_packets_of_many_sizes_arrive_in_order_and_leave_no_memory_behind(staged, ends):
     (buffers, sent), (seen, received) = run_ranks(2, packets, ends, staged)
-    assert seen == [[number] for number in range(len(SIZES))]
+    assert seen == [([number], [number]) for number in range(len(SIZES))]
     assert not sent + received
     assert buffers <= 4
 

@@ -28,13 +28,9 @@ STAGED = ("topk, reuse, ef", "lossless", "blocking", "depth 3")
 """Over host memory too, which the codec does not touch."""
 
 
+@backends.using(reference)  # numpy's work would not be seen
 def train(folder, stages, block, **device_options):
     """Losses of training and evaluation, and what is wrong with the order of the work."""
-    with backends.using(reference):  # numpy's work would not be seen
-        return train_in_torch(folder, stages, block, **device_options)
-
-
-def train_in_torch(folder, stages, block, **device_options):
     device = install(**device_options) if device_options else None
     csv = {"enabled": True, "output_path": folder, "job_name": "streams"}
     engine = build(stages, ds_config({"min_numel": 0, "monitor": {"every": 2}, **block}, csv_monitor=csv))
