@@ -65,7 +65,7 @@ def compare(sent: Sequence[Tensor], decoded: Sequence[Tensor]) -> Tensor:
         squares, is_sent = torch.where(own > 0, row_difference / own, 0.0).square(), own > 0
         count = is_sent.sum()
         token_error = torch.where(count > 0, (squares.sum() / count).sqrt(), error)
-        lost = (is_sent & (arrived == 0)).sum() / count.clamp(min=1)
+        lost = (is_sent & (arrived == 0)).sum().double() / count.clamp(min=1)  # not in the default dtype
         product = 2 * norm * decoded_norm
         cosine = (norm.square() + decoded_norm.square() - difference.square()) / product
         cosine = torch.where(product > 0, cosine.clamp(-1, 1), (difference == 0).double())
