@@ -56,8 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    ds_config = read(args.ds_config)
-    config = Config(ds_config[KEY])
+    config = Config(read_block(args.ds_config))
     rows = message_sizes(config, args.stages, TensorSpec(args.shape, DTYPES[args.dtype]))
     keys = ("boundary", "direction", "raw_bytes", "wire_bytes")
     larger = dict.fromkeys(config.in_force.size_note(*(row[key] for key in keys)) for row in rows)
@@ -67,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         rows += replica_sizes(config, args.replicas, args.parameters, DTYPES[args.dtype], args.shape[-1])
     slow = slow_notes(config, rows, args) if args.gbps else ()
     alone = "" if rows else "one stage sends no messages; --replicas and --parameters show what replicas send"
-    about = alone, _auto_note(config), *config.notes, *larger, *pipeline_notes(ds_config), *slow
+    about = alone, _auto_note(config), *config.notes, *larger, *slow
     for note in filter(None, about):
         print(note, file=sys.stderr)
     if args.json:
@@ -163,38 +162,6 @@ def _row(
     }
 
 
-IN_USE = ("activation_checkpoint_interval", "grad_partitioned", "pipe_partitioned", "use_reentrant")
-"""Options of DeepSpeed's "pipeline" key that its engine reads."""
-
-
-def pipeline_notes(ds_config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one line for each key beside ours that stops a pipeline, or does nothing in it."""
-
-    def section(name: str) -> Mapping[str, Any]:
-        found = ds_config.get(name)
-        return found if isinstance(found, dict) else {}
-
-    stage = section("zero_optimization").get("stage")
-    if stage in (2, 3):
-        yield f"zero_optimization.stage: {stage} is not supported by DeepSpeed's pipelines; use 0 or 1"
-    for name in section("pipeline").keys() - set(IN_USE):
-        yield (
-            f"pipeline.{name}: has no effect: the script gives PipelineModule num_stages and partition_method"
-        )
-    timers = {
-        "wall_clock_breakdown": ds_config.get("wall_clock_breakdown"),
-        "flops_profiler.enabled": section("flops_profiler").get("enabled"),
-    }
-    for name, value in timers.items():
-        if value is True:
-            yield (
-                f"{name}: true stops a pipeline of two or more stages in DeepSpeed 0.19.8 (timer has already "
-                "been started); leave it out"
-            )
-    if "fp16" in section("fp16"):
-        yield "fp16.fp16: is an option of GPT-NeoX, which DeepSpeed refuses; use fp16.enabled"
-
-
 def slow_notes(config: Config, rows: Sequence[Mapping[str, Any]], args: argparse.Namespace) -> Iterator[str]:
     """Yield one line for each codec that takes longer than sending its message uncompressed.
 
@@ -222,12 +189,7 @@ def slow_notes(config: Config, rows: Sequence[Mapping[str, Any]], args: argparse
 
 
 def read_block(path: Path) -> object:
-    """Read the "ds_compress" value of a ds_config.json; raises what `read` does."""
-    return read(path)[KEY]
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Read a ds_config.json with a "ds_compress" key.
+    """Read the "ds_compress" value of a ds_config.json.
 
     Raises:
         CompressionError: no such file, not what DeepSpeed reads, or no such key.
@@ -245,7 +207,7 @@ def read(path: Path) -> dict[str, Any]:
         near = near_misses(ds_config) if isinstance(ds_config, dict) else []
         hint = f" (did you mean it by {near[0]!r}?)" if near else ""
         raise CompressionError(f"{path}: has no {KEY!r} key{hint}")
-    return ds_config
+    return ds_config[KEY]
 
 
 def message_sizes(config: Config, stages: int, spec: TensorSpec) -> list[dict[str, Any]]:

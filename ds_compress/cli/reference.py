@@ -114,44 +114,33 @@ def schema() -> dict[str, Any]:
     """
     definitions: dict[str, Any] = {}
     for registry in (CODECS, FEEDBACKS, POLICIES):
-        objects = [_object(registry.find(name, "")) for name in registry.names()]
+        classes = [registry.find(name, "") for name in registry.names()]
+        objects = [_object(cls, _schema_of(cls.Options, definitions)) for cls in classes]
         definitions[registry.kind] = {"oneOf": [{"enum": registry.names()}, *objects]}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "ds_config.json",
         "type": "object",
-        "properties": {KEY: _inlined(Block)},
+        "properties": {KEY: _schema_of(Block, definitions)},
         "$defs": definitions,
     }
 
 
-def _object(cls: Any) -> dict[str, Any]:
-    inner = _inlined(cls.Options)
+def _object(cls: Any, of_options: dict[str, Any]) -> dict[str, Any]:
     return {
-        **inner,
+        **of_options,
         "description": cls.summary(),
-        "properties": {"name": {"const": cls.name}, **inner.get("properties", {})},
-        "required": ["name", *inner.get("required", [])],
+        "properties": {"name": {"const": cls.name}, **of_options.get("properties", {})},
+        "required": ["name", *of_options.get("required", [])],
     }
 
 
-def _inlined(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the JSON Schema of `model`, with its definitions inlined."""
-    root = model.model_json_schema()
-    definitions = root.pop("$defs", {})
+def _schema_of(model: type[BaseModel], definitions: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON Schema of `model`; what it refers to goes to `definitions`."""
 
-    def inlined(part: Any) -> Any:
-        if isinstance(part, list):
-            return [inlined(item) for item in part]
-        if not isinstance(part, dict):
-            return part
-        if "registry" in part:
-            rest = {key: value for key, value in part.items() if key not in ("registry", "title")}
-            return {**rest, "$ref": f"#/$defs/{part['registry']}"}
-        inner = definitions[part["$ref"].rsplit("/", 1)[1]] if "$ref" in part else {}
-        # a property may be called "title" as well
-        merged = {**inner, **{key: value for key, value in part.items() if key != "$ref"}}
-        kept = (key for key, value in merged.items() if key != "title" or not isinstance(value, str))
-        return {key: inlined(merged[key]) for key in kept}
+    def refer(part: dict[str, Any]) -> dict[str, Any]:
+        return {"$ref": f"#/$defs/{part.pop('registry')}", **part} if "registry" in part else part
 
-    return inlined(root)
+    found: dict[str, Any] = json.loads(json.dumps(model.model_json_schema()), object_hook=refer)
+    definitions.update(found.pop("$defs", {}))
+    return found

@@ -172,16 +172,14 @@ def check(block: Block) -> None:
             f"{KEY}.link.memory_gb: {link.memory_gb:g} limits depth 'auto', but depth is {link.depth}; use "
             "depth 'auto', or leave memory_gb out"
         )
-    if link.depth != 1 and link.mode == "blocking":
-        raise CompressionError(
-            f"{KEY}.link.depth: {link.depth!r} is not allowed with mode 'blocking': a stage would send a "
-            "gradient before its neighbour asks for it, and both would wait for ever; use mode 'eager'"
-        )
-    if link.connections != 1 and link.mode == "blocking":
-        raise CompressionError(
-            f"{KEY}.link.connections: {link.connections!r} is not allowed with mode 'blocking', which sends "
-            "over DeepSpeed's process group; use mode 'eager'"
-        )
+    waits = "a stage would send a gradient before its neighbour asks for it, and both would wait for ever"
+    reasons = {"depth": waits, "connections": "it sends over DeepSpeed's process group"}
+    for option, why in reasons.items() if link.mode == "blocking" else ():
+        if getattr(link, option) != 1:
+            raise CompressionError(
+                f"{KEY}.link.{option}: {getattr(link, option)!r} is not allowed with mode 'blocking': {why}; "
+                "use mode 'eager'"
+            )
 
 
 def feedback_notes(settings: CodecSettings) -> Iterator[str]:
@@ -201,24 +199,6 @@ def feedback_notes(settings: CodecSettings) -> Iterator[str]:
             )
 
 
-def check_policy(name: str, block: Block) -> None:
-    """Refuse a policy beside an option that changes the same settings.
-
-    Args:
-        name: of the policy.
-
-    Raises:
-        CompressionError: one line with the JSON path of that option.
-    """
-    if name == "constant":
-        return
-    if block.recipe == AUTO:
-        raise CompressionError(
-            f"{KEY}.policy: {name!r} is not allowed with recipe 'auto', which chooses the settings; use "
-            "'constant'"
-        )
-
-
 def _check_auto(block: Block) -> None:
     """Refuse what contradicts recipe "auto", and options that have no effect without it."""
     auto = block.recipe == AUTO
@@ -232,5 +212,10 @@ def _check_auto(block: Block) -> None:
             raise CompressionError(
                 f"{KEY}.{key}: is not allowed with recipe 'auto', which chooses it; leave it out"
             )
+    if auto and block.policy not in ("constant", {"name": "constant"}):
+        raise CompressionError(
+            f"{KEY}.policy: {shown(block.policy)} is not allowed with recipe 'auto', which chooses the "
+            "settings; use 'constant'"
+        )
     if auto and block.link.mode == "blocking":
         raise CompressionError(f"{KEY}.link.mode: 'blocking' is not allowed with recipe 'auto'; use 'eager'")

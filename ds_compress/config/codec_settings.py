@@ -125,20 +125,20 @@ class CodecSettings:
         return f"{KEY}.boundaries.{boundary}" if str(boundary) in self.block.boundaries else KEY
 
     def _built(self, boundary: int | None) -> BoundaryCodecs:
-        forward, forward_feedback = self._choice(boundary, "forward")
-        backward, backward_feedback = self._choice(boundary, "backward")
+        chosen = {direction: self.find_choice(boundary, direction) for direction in DIRECTIONS}
+        forward, backward = (CODECS.build(*chosen[direction]["codec"]) for direction in DIRECTIONS)
+        feedbacks = {direction: FEEDBACKS.build(*own["feedback"]) for direction, own in chosen.items()}
         path = self._path(boundary)
         if isinstance(forward, ReusesForwardIndices) and forward.forward_partner() is not None:
             raise CompressionError(
                 f"{path}.forward.codec: {forward} takes over from a forward message; allowed backward only"
             )
-        for feedback, direction in ((forward_feedback, "forward"), (backward_feedback, "backward")):
+        for (direction, feedback), codec in zip(feedbacks.items(), (forward, backward)):
             if direction not in feedback.directions:
                 raise CompressionError(
                     f"{path}.{direction}.feedback: {feedback.name!r} is not for this direction; "
                     f"allowed: {', '.join(feedback.directions)}"
                 )
-            codec = forward if direction == "forward" else backward
             if feedback.has_mirrored_state and not codec.decodes_alike:
                 raise CompressionError(
                     f"{path}.{direction}.feedback: {feedback.name!r} is not allowed with codec {codec}: "
@@ -146,17 +146,17 @@ class CodecSettings:
                     "processors; allowed: 'none', 'ef', 'loco'"
                 )
         with errors_at(f"{path}.forward.feedback"):
-            forward_feedback.check_growth(forward)
-            forward = forward_feedback.wrap(forward)
+            feedbacks["forward"].check_growth(forward)
+            forward = feedbacks["forward"].wrap(forward)
         if isinstance(backward, ReusesForwardIndices):
             with errors_at(f"{path}.backward.codec"):
                 backward = backward.paired_with(forward)
-        if isinstance(backward, ReusesForwardIndices) and backward.note:
-            self.notes[f"{path}.backward.codec: {backward.note}"] = None
+            if isinstance(backward, ReusesForwardIndices) and backward.note:
+                self.notes[f"{path}.backward.codec: {backward.note}"] = None
         with errors_at(f"{path}.backward.feedback"):
-            backward_feedback.check_growth(backward)
-            backward = backward_feedback.wrap(backward)
-        return BoundaryCodecs(forward, backward, {"forward": forward_feedback, "backward": backward_feedback})
+            feedbacks["backward"].check_growth(backward)
+            backward = feedbacks["backward"].wrap(backward)
+        return BoundaryCodecs(forward, backward, feedbacks)
 
     def _sample_ids(self) -> SampleIds | None:
         """Return the settings of sample ids that all feedbacks share, None if none needs ids."""
@@ -168,10 +168,6 @@ class CodecSettings:
                 "allowed: equal 'ids', 'scope' and 'batch_dim' everywhere"
             )
         return next(iter(wanted), None)
-
-    def _choice(self, boundary: int | None, direction: str) -> tuple[Codec, Feedback]:
-        chosen = self.find_choice(boundary, direction)
-        return CODECS.build(*chosen["codec"]), FEEDBACKS.build(*chosen["feedback"])
 
     def codec_choice(self, boundary: int | None, direction: str) -> dict[str, Any]:
         """Return the codec of `find_choice` as an object with its name."""

@@ -7,7 +7,7 @@ import ds_compress.codecs  # noqa: F401  (registers them)
 from ds_compress.codec import CODECS, Codec
 from ds_compress.codecs.mixins import Selects, Stateful
 from ds_compress.config.block import KEY, Block
-from ds_compress.config.checks import check, check_nesting, check_policy, feedback_notes, unused_options
+from ds_compress.config.checks import check, check_nesting, feedback_notes, unused_options
 from ds_compress.config.codec_settings import CodecSettings
 from ds_compress.config.policies import POLICIES
 from ds_compress.config.policies.ladder import check as check_ladders
@@ -52,7 +52,6 @@ class Config:
         self.eval = self._evaluation()
         self.policy = POLICIES.build(self.block.policy, f"{KEY}.policy")
         self.has_policy = self.policy.name != "constant"  # whether it may change settings between steps
-        check_policy(self.policy.name, self.block)
         check_ladders(self.in_force, self.policy, self.changed)
         between = replica_notes(replicas, f"{KEY}.replicas")
         unused = unused_options(self.in_force, self.policy, block)

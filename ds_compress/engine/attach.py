@@ -1,5 +1,6 @@
 """Attach to a live engine: check releases, agree on settings, change the class of the engine."""
 
+import functools
 import importlib
 import itertools
 import logging
@@ -77,7 +78,7 @@ def attach(engine: Any, block: object) -> None:
     agreed: dict[str, Any] | CompressionError
     try:
         config = Config(block)
-        make_path.check(config, engine.num_stages)
+        boundaries = make_path.check(config, engine.num_stages)
         check_release(engine)
         config.count_epochs(steps_per_epoch(engine))
         codec = config.replica_codec
@@ -124,9 +125,9 @@ def attach(engine: Any, block: object) -> None:
     number = next(_engines)
     notes = Notes(store, f"ds_compress/notes/{number}/{engine.grid.get_data_parallel_id()}")
     warning = SharedWarning(store, f"ds_compress/left/{number}")
-    for_path = make_path, PointToPoint.over(p2p), original, warning
+    connect = functools.partial(make_path, engine, config, PointToPoint.over(p2p), original, warning)
     outer = sites.OuterTraffic(engine, config) if sites is not None else None
-    session = engine.ds_compress = Session(engine, config, *for_path, watchdog, notes, outer)
+    session = engine.ds_compress = Session(engine, config, boundaries, connect, watchdog, notes, outer)
     cleanup.free_with(engine, session.stage.groups, watchdog.close)
     weakref.finalize(engine, session.monitor.close)  # when the engine goes, at the latest when Python ends
 

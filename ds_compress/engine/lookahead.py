@@ -17,12 +17,10 @@ from contextlib import AbstractContextManager
 from itertools import chain, repeat
 from typing import Any
 
-import torch
 from deepspeed.runtime.pipe import schedule
 
 from ds_compress.planning.schedule import DepthSchedule
 from ds_compress.transport.p2p import packets_in_flight
-from ds_compress.transport.staging import receives_hold_device
 
 MADE_BY = {schedule.SendActivation: schedule.ForwardPass, schedule.SendGrad: schedule.BackwardPass}
 KNOWN = {
@@ -85,7 +83,6 @@ class Lookahead:
         self.left: set[int] = set()
         """Indices of the send instructions whose message has left early."""
 
-        self._ordered = type(pipe_schedule) in ORDERED
         self._flat: list[Any] = []
         self._steps = []
         for instructions in pipe_schedule.steps() if self.plain else ():
@@ -108,10 +105,6 @@ class Lookahead:
         """Return the instruction in progress; None outside of one."""
         index = self.at
         return None if index == NOWHERE else self._flat[index]
-
-    def receives_ahead(self, device: torch.device) -> bool:
-        """Return whether receives may be posted before the schedule comes to them."""
-        return self.plain and (self._ordered or not receives_hold_device(device))
 
     def leaves_early(self, made_by: type, buffer_id: int) -> bool:
         """Return whether the message that `made_by`, in progress, has just put into `buffer_id` may leave

@@ -14,12 +14,13 @@ from ds_compress.config import Config
 from ds_compress.engine.deepspeed import instruction_map, is_deepspeeds, layer_range, loss_scale
 from ds_compress.engine.handshake import SharedWarning
 from ds_compress.engine.intercept import PointToPoint, Receiving, Sending, Specs, is_alike, refuse
-from ds_compress.engine.lookahead import MADE_BY, Lookahead
+from ds_compress.engine.lookahead import MADE_BY, ORDERED, Lookahead
 from ds_compress.engine.stage import Instruction, Stage, StepContext
 from ds_compress.engine.wiring import wire
 from ds_compress.message.channel import Boundary, Channel
 from ds_compress.message.dependence import DependencyTracker
 from ds_compress.message.layout import as_list, tensors_in
+from ds_compress.transport.staging import receives_hold_device
 
 RECEIVED = {
     Instruction.RECV_ACTIVATION: schedule.RecvActivation,
@@ -253,7 +254,8 @@ class MessagePath:
         if lookahead.plain:
             pipe_schedule.steps = lookahead.steps
         try:
-            ahead = self.is_eager and lookahead.receives_ahead(engine.device) and not engine.dynamic_shape
+            may_hold = type(pipe_schedule) in ORDERED or not receives_hold_device(engine.device)
+            ahead = self.is_eager and lookahead.plain and may_hold and not engine.dynamic_shape
             yield {key: lookahead.counts[kind] for key, kind in RECEIVED.items()} if ahead else {}
         finally:
             self.lookahead = Lookahead()

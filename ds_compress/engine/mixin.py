@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ds_compress.checkpoint import checkpointer
 from ds_compress.engine.deepspeed import DEEPSPEED, is_deepspeeds
-from ds_compress.engine.intercept import receiving
+from ds_compress.engine.intercept import ShapeMessage, receiving
 from ds_compress.engine.session import Session
 from ds_compress.engine.stage import Instruction
 from ds_compress.engine.tied import reduce_tied_gradients
@@ -196,7 +196,7 @@ class CompressedEngine(_Engine):
             if tracking is not None and tracking.has_looked:
                 dependence = tracking.dependence(tensors, boundary.dependence)
             written = 2 + sum(2 + tensor.dim() for tensor in tensors)
-        message = stage.shape_message(dependence, written)
+        message = ShapeMessage(stage.shape_links or stage.p2p.original, dependence, written)
         with stage.p2p.shape_messages(message):
             super()._send_tensor_meta(buffer, *args, **kwargs)
         boundary.dependence = message.dependence
@@ -213,7 +213,7 @@ class CompressedEngine(_Engine):
     def _recv_tensor_meta(self, *args: Any, **kwargs: Any) -> Any:
         stage = self.ds_compress.stage
         boundary = self.ds_compress.path.boundary_of_shapes(sends=False)
-        message = stage.shape_message()
+        message = ShapeMessage(stage.shape_links or stage.p2p.original)
         with stage.p2p.shape_messages(message):
             buffers = super()._recv_tensor_meta(*args, **kwargs)
         tensors = tensors_in(buffers) if message.announces_packets else None

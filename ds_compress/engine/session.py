@@ -22,8 +22,7 @@ from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.config.recipes import with_changes
 from ds_compress.engine.deepspeed import evaluate, evaluating
 from ds_compress.engine.gradients import connect_replicas
-from ds_compress.engine.handshake import Notes, SharedWarning
-from ds_compress.engine.intercept import PointToPoint
+from ds_compress.engine.handshake import Notes
 from ds_compress.engine.message_path import MessagePath
 from ds_compress.engine.tied import connect_copies
 from ds_compress.engine.wiring import set_connections, wire_extra_links
@@ -63,10 +62,8 @@ class Session:
         self,
         engine: Any,
         config: Config,
-        make_path: type[MessagePath],
-        p2p: PointToPoint,
-        original: Mapping[type, Callable[..., None]],
-        left_alone: SharedWarning,
+        boundaries: int,
+        connect: Callable[[int], MessagePath],
         watchdog: Watchdog,
         notes: Notes,
         outer: Any,
@@ -76,20 +73,20 @@ class Session:
         Args:
             engine: DeepSpeed's, already of a class with the mixin.
             config: prepared.
-            make_path: the class of the path; `p2p`, `original` and `left_alone` are for it.
+            boundaries: of the pipeline.
+            connect: builds the path, with links for schedules of the depth that it is given.
             watchdog: of the job.
             notes: takes lines of every rank of the pipeline to the one that reports.
             outer: the part that exchanges weights between launches; None: replicas are of one launch.
         """
-        boundaries = make_path.check(config, engine.num_stages)
         self.engine = engine
         self.config = config
         self.watchdog = watchdog
         self.depth = AutoController(config) if config.quality else DepthController(config.block.link)
-        self.path = make_path(engine, config, p2p, original, left_alone, self.depth.now)
+        self.path = connect(self.depth.now)
         self.stage = self.path.stage
         self.gradients = connect_replicas(engine, self.stage)
-        self.tied, tied = connect_copies(engine, self.stage, original)
+        self.tied, tied = connect_copies(engine, self.stage, self.path.original)
         exchanges = [each for each in (self.gradients, self.tied) if each is not None]
         self.traffic = {each.kind: each for each in (*exchanges, outer) if each is not None}
         """What sends gradients, or changes of weights, beside messages, by kind."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ds_compress.codec import MessageId, TensorSpec
 from ds_compress.config import Config
-from ds_compress.engine.intercept import PointToPoint, ShapeLinks, ShapeMessage, Specs
+from ds_compress.engine.intercept import PointToPoint, ShapeLinks, Specs
 from ds_compress.message.channel import Boundary, Channel
 from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
 from ds_compress.transport.p2p import ExchangeConnections, Receiver, Sender
@@ -255,11 +255,6 @@ class Stage:
         else:
             number = self._numbers.pop(place, number)
         return channel.message_id(self.step, number, self.training)
-
-    def shape_message(
-        self, dependence: tuple[bool, ...] | None = None, written: int | None = None
-    ) -> ShapeMessage:
-        return ShapeMessage(self.shape_links or self.p2p.original, dependence, written)
 
     @property
     def is_sending(self) -> bool:

@@ -121,7 +121,7 @@ class GradientTraffic(RuntimePart, ABC):
     def end_step(self, step: Step) -> None:
         """Take the residuals back if DeepSpeed has skipped the step: it has used none of the averages."""
         if self._before is not None and self._engine.skipped_steps > self._skipped:
-            self.exchange.slices.restore(self._before)
+            self.exchange.slices.load(self._before)
         self._before = None
         if self._guard.is_due(self._compressed_steps()):
             self._check(self.exchange.take_gradient_error())

@@ -94,16 +94,11 @@ class MessageLayout:
         """
         most = self.most_bytes(codec)
         larger = f"at most {most:,} bytes" if most > self.compressed_bytes(codec) else ""
-        return "; ".join(filter(None, (self.describe_tensors(), larger)))
-
-    def describe_tensors(self) -> str:
-        """Describe which tensors are compressed, and why others are not; empty for a single tensor."""
-        if len(self.specs) == 1:
-            return ""
         numbers: dict[str, list[str]] = {}
-        for number, reason in enumerate(self.exempt):
+        for number, reason in enumerate(self.exempt if len(self.specs) > 1 else ()):
             numbers.setdefault(f"uncompressed, {reason}" if reason else "compressed", []).append(str(number))
-        return "; ".join(f"tensor {', '.join(own)} {fate}" for fate, own in numbers.items())
+        fates = (f"tensor {', '.join(own)} {fate}" for fate, own in numbers.items())
+        return "; ".join(filter(None, (*fates, larger)))
 
 
 class Encoded(NamedTuple):

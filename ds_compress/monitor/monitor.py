@@ -17,23 +17,8 @@ from ds_compress.message.clock import clock_for
 from ds_compress.message.gradient_error import AVERAGED, GradientError
 from ds_compress.message.meters import ReceivingMeter, SendingMeter
 from ds_compress.message.part import RuntimePart, Step
-from ds_compress.monitor import lines
+from ds_compress.monitor import lines, metrics
 from ds_compress.monitor.limits import LASTING, MessageQuality, finite
-from ds_compress.monitor.metrics import (
-    CHANNEL,
-    COUNTERS,
-    DASHBOARD,
-    EXCHANGE,
-    Channels,
-    complete,
-    exchange_label,
-    label,
-    labels,
-    ratio,
-    residual_values,
-    stage_ms,
-    uncompressed_step_ms,
-)
 from ds_compress.monitor.table import Status, Table
 
 End = SendingEnd | ReceivingEnd
@@ -96,11 +81,14 @@ class Monitor(RuntimePart):
         self._failure = ""  # first error of this rank, in one line
         self._is_logged, self._off, self._sizes_pending = False, False, True
         self._warned: set[tuple[int, str, str]] = set()  # (boundary, direction, limit)
-        self._gathered: Channels = []
+        self._gathered: metrics.Channels = []
         self._gradients: dict[str, list[dict[str, float]]] = {}  # of the last reduced step, by kind and stage
         self._written_gradients: dict[str, list[dict[str, float]]] = {}
-        self._last: tuple[Channels, Channels] = [], []  # last measured step, and the one before
-        self._written: Channels = []
+        self._last: tuple[metrics.Channels, metrics.Channels] = (
+            [],
+            [],
+        )  # last measured step, and the one before
+        self._written: metrics.Channels = []
         self._first = self._steps = 0  # number of the first step of this run, and of the last reduced one
         self._started = self._ended = 0.0  # start and end of training, in seconds
         self._waited: list[float] = []  # fraction of each written step spent waiting
@@ -182,7 +170,7 @@ class Monitor(RuntimePart):
                 if self._is_measured:
                     self._warn()
                     if self._writes:
-                        complete(channels, self._written, self._table.stamps, step_ms)
+                        metrics.complete(channels, self._written, self._table.stamps, step_ms)
                         self._written = channels
                         sinks.write_events(self._events(channels, step_ms, step.engine.global_samples))
             if self._failure:
@@ -240,12 +228,12 @@ class Monitor(RuntimePart):
             for channel in (end.channel for end in ends if end.sends):
                 sent, latest = channel.sent, channel.sent.latest
                 sizes = (latest.raw_bytes, latest.compressed_bytes(channel.codec)) if latest else (0, 0)
-                self._table.fill(channel, dict(zip(COUNTERS, (*sent.totals, *sizes))))
+                self._table.fill(channel, dict(zip(metrics.COUNTERS, (*sent.totals, *sizes))))
             for end, meter in meters:
                 self._failure = self._failure or meter.failure
                 values = meter.values()
                 if end.sends:
-                    values |= residual_values(end.channel, values["message_norm"])
+                    values |= metrics.residual_values(end.channel, values["message_norm"])
                 self._table.fill(end.channel, values)
                 self._table.stamp(end.channel, int(not end.sends), meter.stamps(self._began))
         measured = Status.MEASURED if self._measures else Status.COUNTED
@@ -303,20 +291,20 @@ class Monitor(RuntimePart):
         if self._failure:
             self._log_failure()
 
-    def _events(self, channels: Channels, step_ms: float, samples: int) -> Events:
+    def _events(self, channels: metrics.Channels, step_ms: float, samples: int) -> Events:
         """Return the metrics of a measured step as (label, value, samples)."""
         events = [
-            (label(name, number, direction), values[name], samples)
+            (metrics.label(name, number, direction), values[name], samples)
             for number, directions in enumerate(channels)
             for direction, values in directions.items()
-            for name in CHANNEL
+            for name in metrics.CHANNEL
         ]
         events += self._gradient_events(samples)
-        stages = [stage_ms(channels, stage) for stage in range(self.boundaries + 1)]
+        stages = [metrics.stage_ms(channels, stage) for stage in range(self.boundaries + 1)]
         self._waited.append(sum(spent["wait"] + spent["send"] for spent in stages) / self.ranks / step_ms)
-        uncompressed = uncompressed_step_ms(step_ms, channels, self.ranks)
+        uncompressed = metrics.uncompressed_step_ms(step_ms, channels, self.ranks)
         whole = {"step_ms": step_ms, "uncompressed_step_ms": uncompressed}
-        return events + [(label(name), value, samples) for name, value in whole.items()]
+        return events + [(metrics.label(name), value, samples) for name, value in whole.items()]
 
     def _gradient_events(self, samples: int) -> Events:
         """Return the metrics of gradients that stages exchange as (label, value, samples)."""
@@ -328,8 +316,11 @@ class Monitor(RuntimePart):
                     continue
                 last = before[kind][stage] if before else dict.fromkeys(values, 0.0)
                 raw, wire = (values[key] - last[key] for key in ("raw_bytes", "wire_bytes"))
-                found = {**values, "ratio": ratio(raw, wire)}
-                events += [(exchange_label(kind, stage, name), found[name], samples) for name in EXCHANGE]
+                found = {**values, "ratio": metrics.ratio(raw, wire)}
+                events += [
+                    (metrics.exchange_label(kind, stage, name), found[name], samples)
+                    for name in metrics.EXCHANGE
+                ]
         return events
 
 
@@ -357,7 +348,7 @@ def add_tensorboard_layout(writer: Any, boundaries: int) -> None:
     """
     writer.add_custom_scalars(
         {
-            f"Compression: {title}": {name: ["Multiline", labels(boundaries, name)] for name in names}
-            for title, names in DASHBOARD.items()
+            f"Compression: {title}": {name: ["Multiline", metrics.labels(boundaries, name)] for name in names}
+            for title, names in metrics.DASHBOARD.items()
         }
     )

@@ -221,22 +221,12 @@ class Slices:
         self._of: dict[tuple[int, int | None, int], list[Slice]] = {}
         self._loaded: dict[int, dict[str, Tensor]] = {}  # from a checkpoint, of slices that do not exist yet
 
-    def __iter__(self) -> Iterator[Slice]:
-        for slices in self._of.values():
-            yield from slices
-
     def memories(self) -> dict[int, dict[str, Tensor]]:
         """Return the current residuals, by number of the slice, those of a checkpoint included.
 
         Later updates replace tensors, so these do not change.
         """
         return {number: dict(memory) for number, memory in self.saved().items()}
-
-    def restore(self, memories: dict[int, dict[str, Tensor]]) -> None:
-        """Restore the residuals that `memories()` returned."""
-        for each in self:
-            memory = memories.get(each.number, {})
-            each.memory = {key: value.to(each.spec.device) for key, value in memory.items()}
 
     def of(self, gradient: Gradient) -> list[Slice]:
         """Return the slices of `gradient`, in the order of their owners."""
@@ -258,9 +248,10 @@ class Slices:
 
     def saved(self) -> dict[int, dict[str, Tensor]]:
         """Return the residuals for a checkpoint, by slice number."""
-        return {**self._loaded, **{each.number: each.memory for each in self}}
+        made = {each.number: each.memory for slices in self._of.values() for each in slices}
+        return {**self._loaded, **made}
 
     def load(self, memories: dict[int, dict[str, Tensor]]) -> None:
-        """Replace all residuals by those of a checkpoint."""
+        """Replace all residuals by those of a checkpoint, or of `memories()`."""
         self._of.clear()
         self._loaded = memories

@@ -115,7 +115,8 @@ class Guard(RuntimePart):
 
     def _check_loss(self, engine: Engine, replay: Replay) -> None:
         """Compare the loss with compression and without, after a step with `due`; every rank calls it."""
-        if not self._has_batches(engine):
+        loads = engine.is_first_stage() or engine.is_last_stage()
+        if not any(lowest(engine.device, len(self.batches) == self.batches.maxlen or not loads)):
             self._loads_itself = True
             if self._rank == 0:
                 logger.info("ds_compress: the guard is off: this program loads its micro-batches by itself")
@@ -128,11 +129,6 @@ class Guard(RuntimePart):
         if self._rank == 0 and engine.monitor.enabled:
             engine.monitor.write_events([(label(LOSS_COST), compressed - plain, engine.global_samples)])
         self._judge(engine, compressed, plain)
-
-    def _has_batches(self, engine: Engine) -> bool:
-        """Return whether all stages that load micro-batches have those to compare on; every rank calls it."""
-        loads = engine.is_first_stage() or engine.is_last_stage()
-        return any(lowest(engine.device, len(self.batches) == self.batches.maxlen or not loads))
 
     def _loss(self, engine: Engine, replay: Replay, mode: Mode) -> Tensor:
         """Return the mean loss, fp32 []: 0 before the last stage, nan if it is no number."""

@@ -1,8 +1,5 @@
 """Measure the memory in use and the free memory of a GPU or of the host."""
 
-import ctypes
-import functools
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -14,33 +11,14 @@ HOST_MARGIN = 0.5
 """Share of the host's free memory that is left to others: data loaders, the file cache."""
 
 
-class _Mallinfo2(ctypes.Structure):
-    """Struct mallinfo2 of glibc's malloc.h: ten numbers of bytes and blocks."""
-
-    _fields_ = [("values", ctypes.c_size_t * 10)]
-
-
-MAPPED, IN_USE = 4, 7
-"""Places of hblkhd and uordblks, the bytes in maps of their own and in the heap."""
-
-
-@functools.cache
-def _mallinfo() -> Callable[[], _Mallinfo2] | None:
-    function = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if function is not None:
-        function.restype = _Mallinfo2
-    return function
-
-
 def in_use(device: torch.device) -> int | None:
     """Return bytes that this process has allocated on `device`; None if its allocator does not count them."""
     if device.type != "cpu":
         return int(torch.get_device_module(device).memory_allocated(device))
-    mallinfo = _mallinfo()
-    if mallinfo is None:
+    if not hasattr(psutil, "heap_info"):  # not of glibc
         return None
-    found = mallinfo()
-    return int(found.values[IN_USE] + found.values[MAPPED])
+    found = psutil.heap_info()
+    return int(found.heap_used + found.mmap_used)
 
 
 def allocatable_bytes(device: torch.device) -> float:

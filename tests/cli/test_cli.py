@@ -106,23 +106,6 @@ def test_headers_alone_are_not_worth_a_note(codec, check):
     assert check({"ds_compress": block}, "--stages", "2", "--shape", "64", "--dtype", "bf16").err == ""
 
 
-BESIDE = {
-    "zero_optimization.stage: 3 is not supported": {"zero_optimization": {"stage": 3}},
-    "pipeline.stages: has no effect": {"pipeline": {"stages": 4, "pipe_partitioned": False}},
-    "wall_clock_breakdown: true stops": {"wall_clock_breakdown": True},
-    "flops_profiler.enabled: true stops": {"flops_profiler": {"enabled": True}},
-    "fp16.fp16: is an option of GPT-NeoX": {"fp16": {"fp16": True, "enabled": True}},
-    "": {"zero_optimization": {"stage": 1}, "pipeline": {"use_reentrant": True}, "fp16": {"enabled": True}},
-}
-
-
-@pytest.mark.parametrize("line", BESIDE)
-def test_check_looks_at_the_rest_of_the_config(line, check):
-    """A pipeline stopped, or ignored it, and check had said nothing."""
-    printed = check({"ds_compress": {}, **BESIDE[line]}, "--stages", "2", "--shape", "4,64")
-    assert printed.err.startswith(line) and printed.err.count("\n") == bool(line)
-
-
 def test_check_says_where_a_codec_is_slower_than_the_link(check):
     """The recommended recipe took 2.4 s for what 1 Gbit/s sends in 0.13 s, and nothing said so."""
     block = {"forward": {"codec": "quantize"}, "backward": {"codec": FOUR_BITS}}

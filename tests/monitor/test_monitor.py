@@ -16,7 +16,7 @@ from ds_compress.config import DIRECTIONS
 from ds_compress.message import meters
 from ds_compress.message.clock import HostClock
 from ds_compress.message.meters import SendingMeter
-from ds_compress.monitor import lines, monitor
+from ds_compress.monitor import lines, metrics, monitor
 from ds_compress.monitor.metrics import CHANNEL, PIPELINE, PREFIX, label
 from tests.support import pipeline
 from tests.support.calls import wrapped
@@ -345,8 +345,8 @@ BREAKS = {
     "comparison": lambda: on_rank(1, meters, "compare"),
     "largest": lambda: on_rank(0, meters, "largest"),
     "clock": lambda: on_rank(1, HostClock, "mark"),
-    "norm of a residual": lambda: on_rank(0, monitor, "residual_values"),
-    "estimate": lambda: on_rank(0, monitor, "uncompressed_step_ms"),
+    "norm of a residual": lambda: on_rank(0, metrics, "residual_values"),
+    "estimate": lambda: on_rank(0, metrics, "uncompressed_step_ms"),
     "making a meter": lambda: on_rank(1, monitor, "SendingMeter"),
 }
 

@@ -153,8 +153,8 @@ def train_replicas(
         "scales": scales,
         "residuals": [
             (key, value.float().abs().max().item())
-            for each in (traffic.exchange.slices if traffic else ())
-            for key, value in each.memory.items()
+            for memory in (traffic.saved().values() if traffic else ())
+            for key, value in memory.items()
         ],
     }
 
