@@ -4,16 +4,7 @@ import argparse
 import os
 import sys
 
-from ds_compress.cli import (
-    advise,
-    bench,
-    check,
-    doctor,
-    listing,
-    merge,
-    reference,
-    report,
-)
+from ds_compress.cli import advise, bench, check, doctor, listing, merge, reference, report
 from ds_compress.cli.arguments import Parser
 from ds_compress.errors import CompressionError
 from ds_compress.registry import plugins

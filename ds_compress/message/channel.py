@@ -97,10 +97,7 @@ class Channel:
         return MessageLayout(specs, self.codec if compressed else None, exempt, ids, has_checksum)
 
     def encode(
-        self,
-        tensors: Sequence[Tensor],
-        message_id: MessageId,
-        memory: Callable[[int], Packet] | None = None,
+        self, tensors: Sequence[Tensor], message_id: MessageId, memory: Callable[[int], Packet] | None = None
     ) -> Encoded:
         """Encode `tensors` to a packet, and count it as sent.
 

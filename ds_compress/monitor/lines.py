@@ -9,11 +9,7 @@ from ds_compress.version import __version__
 
 
 def announcement(
-    config: Config,
-    channels: Channels,
-    link: str,
-    tensors: Callable[[str], str],
-    gradients: Mapping[str, str],
+    config: Config, channels: Channels, link: str, tensors: Callable[[str], str], gradients: Mapping[str, str]
 ) -> str:
     """Return the start-up line: what is active on every boundary, and for gradients that are exchanged.
 

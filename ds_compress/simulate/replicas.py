@@ -31,12 +31,7 @@ class SimulatedReplicas:
     stage and no tied weights; random draws of codecs differ with several stages.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        ds_config: dict[str, Any],
-        count: int,
-    ):
+    def __init__(self, model: nn.Module, ds_config: dict[str, Any], count: int):
         """
         Args:
             model: whose parameters have the gradients.

@@ -112,10 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: no limit)",
     )
     parser.add_argument(
-        "--quality",
-        choices=LIMITS,
-        default=DEFAULT,
-        help=f"error budget (default: {DEFAULT})",
+        "--quality", choices=LIMITS, default=DEFAULT, help=f"error budget (default: {DEFAULT})"
     )
     parser.add_argument(
         "--device",
