@@ -6,7 +6,7 @@ Options of codecs, feedbacks and policies are defined with their classes (`ds-co
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field
 
 from ds_compress.config import recipes
 from ds_compress.config.recipes import Quality
@@ -30,11 +30,8 @@ def _number(key: object) -> object:
     return key
 
 
-_POSITIONS: dict[str, Any] = {
-    "type": "array",
-    "minItems": 1,
-    "items": {"type": "integer", "minimum": 0, "maximum": 2**16 - 1},
-}
+TensorPosition = Annotated[int, Field(ge=0, le=2**16 - 1)]
+"""Number of a float tensor among those of a message."""
 
 
 class DirectionOptions(Options):
@@ -139,7 +136,7 @@ class GuardOptions(Options):
 class Block(Options):
     """The block as the user wrote it, with defaults filled in."""
 
-    enabled: bool | Literal["required"] = True
+    enabled: Literal["required"] | bool = True
     """false: DeepSpeed is not changed, as if the key were absent. "required": an engine that cannot compress,
     such as one without a pipeline, is an error, not a warning. The environment variable DS_COMPRESS_REQUIRE=1
     does the same for every engine."""
@@ -172,7 +169,7 @@ class Block(Options):
     eval_batch returns what it returns with null."""
     min_numel: int = Field(default=4096, ge=0, le=2**40)
     """Tensors with fewer elements are sent uncompressed."""
-    tensors: Any = Field(default="large", json_schema_extra={"anyOf": [{"const": "large"}, _POSITIONS]})
+    tensors: Literal["large"] | Annotated[list[TensorPosition], Field(min_length=1)] = "large"
     """Which float tensors of a message are compressed, in both directions. "large": those of at least
     min_numel elements that depend on parameters. A list of positions, such as [0, 2]: those, whatever their
     size. Positions count the float tensors alone; all other tensors, and masks, are sent uncompressed."""
@@ -196,21 +193,3 @@ class Block(Options):
     """How the residuals and buffers of feedbacks are saved beside DeepSpeed's checkpoints."""
     seed: int = Field(default=1234, ge=0, lt=2**63)
     """Seed of every random choice, together with boundary, direction, step and micro-batch."""
-
-    @field_validator("enabled", mode="before")
-    @classmethod
-    def _switch(cls, value: object) -> object:
-        if value is not True and value is not False and value != "required":
-            raise ValueError('is not allowed; allowed: true, false, "required"')
-        return value
-
-    @field_validator("tensors")
-    @classmethod
-    def _positions(cls, value: object) -> object:
-        positions = value if isinstance(value, list) else []
-        named = positions and all(type(item) is int and 0 <= item < 2**16 for item in positions)
-        if value != "large" and not named:
-            raise ValueError(
-                'is not allowed; allowed: "large", or a list of positions from 0, such as [0, 2]'
-            )
-        return value

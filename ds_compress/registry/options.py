@@ -16,10 +16,7 @@ Steps = Annotated[int, Field(ge=0, le=10**9)]
 """Number of training steps."""
 
 
-RENAMED = {
-    "mirror_check": "state_check_every",
-    "first": "first_visit",
-}
+RENAMED = {"mirror_check": "state_check_every", "first": "first_visit"}
 """Old names of keys and values, from earlier releases. An error names the new one if it is allowed."""
 
 REMOVED = {
@@ -48,6 +45,15 @@ REMOVED = {
     "subspace": "recipe 'aggressive' loses less in as many bytes",
 }
 """Keys and values of earlier releases that are gone, and what to use instead."""
+
+
+BESIDE_WORDS = {
+    "model_type": "an object",
+    "int_type": "an integer",
+    "list_type": "a list",
+    "bool_type": "true or false",
+}
+"""What an option may be beside the words that it allows, by what pydantic says of another word."""
 
 
 class Options(BaseModel):
@@ -136,8 +142,7 @@ def _reason(
     if problem["type"] == "literal_error":
         allowed = problem["ctx"]["expected"].replace(" or ", ", ")
         names = [word.strip("'") for word in allowed.split(", ")]
-        others = (("model_type", "an object"), ("int_type", "an integer"))
-        also = "".join(f", or {name}" for kind, name in others if kind in kinds)
+        also = "".join(f", or {name}" for kind, name in BESIDE_WORDS.items() if kind in kinds)
         return f"{came} is not allowed{instead(problem['input'], names)}; allowed: {allowed}{also}"
     if problem["type"] in ("model_type", "dict_type"):
         return f"{came} is not allowed: should be an object"

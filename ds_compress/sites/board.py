@@ -47,10 +47,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from ds_compress.config.block import MOST_CONNECTIONS
-from ds_compress.errors import CompressionError, in_one_line, shown
+from ds_compress.errors import CompressionError, shown
 from ds_compress.sites.keys import PREFIX, Keys
 from ds_compress.sites.moves import ChunkMover
 
@@ -108,7 +109,7 @@ class Board(Keys):
         return parse(self._decide("settings", own), dict)
 
     def head(self, own: Position | None = None) -> Position:
-        return parse_position(self._decide("head", json.dumps(own)) if own else self._read("head") or "")
+        return parse(self._decide("head", json.dumps(own)) if own else self._read("head") or "", Position)
 
     def move_head(self, before: Position, after: Position) -> None:
         """
@@ -117,7 +118,7 @@ class Board(Keys):
         """
         new = json.dumps(after)
         found = self._decide("head", new, json.dumps(before))
-        if found != new and parse_position(found).round <= after.round:
+        if found != new and parse(found, Position).round <= after.round:
             raise CompressionError("another replica has gone on with another anchor")
 
     def new_number(self) -> int:
@@ -245,11 +246,10 @@ class Board(Keys):
 
     def candidates(self, number: int) -> list[int] | None:
         text = self._read(f"{number}/candidates")
-        return None if text is None else [int(each) for each in parse(text, list)]
+        return None if text is None else parse(text, list[int])
 
     def decide_candidates(self, number: int, candidates: list[int]) -> list[int]:
-        text = self._decide(f"{number}/candidates", json.dumps(candidates))
-        return [int(each) for each in parse(text, list)]
+        return parse(self._decide(f"{number}/candidates", json.dumps(candidates)), list[int])
 
     def vote(self, number: int, replica: int, bad: Sequence[int]) -> None:
         self._store.append(f"{PREFIX}{number}/votes", json.dumps([replica, *bad]) + "\n")
@@ -313,12 +313,7 @@ class Board(Keys):
 
     def shipment(self, newcomer: int, slot: int) -> Shipment | None:
         text = self._read(f"anchor/{newcomer}/{slot}")
-        if text is None:
-            return None
-        numel, position, sent = (*parse(text, list), None, None, None)[:3]
-        if not isinstance(numel, int) or not isinstance(sent, int):
-            raise CompressionError(f"the replica store has {shown(text)} as an anchor")
-        return Shipment(numel, parse_position(json.dumps(position)), sent)
+        return None if text is None else parse(text, Shipment)
 
     def take(
         self, newcomer: int, slot: int, chunks: Sequence[Tensor], first: int, shipment: Shipment
@@ -356,7 +351,7 @@ class LaunchBoard(Keys):
 
     def exchange(self, exchange: int) -> int | None:
         """Return the round of an exchange, once slot 0 has chosen it."""
-        found = parse(self._read("exchange") or "[0, 0]", list)
+        found = parse(self._read("exchange") or "[0, 0]", list[int])
         return found[1] if found[0] == exchange else None
 
     def say_sent(self, exchange: int, slots: int) -> bool:
@@ -405,7 +400,7 @@ def survey(store: Any) -> dict[str, Any]:
         CompressionError: what is there was not written by replicas.
     """
     board = Board(store)
-    number = parse_position(board._read("head") or '[0, ""]').round
+    number = parse(board._read("head") or '[0, ""]', Position).round
     return {
         "settings": parse(board._read("settings") or "{}", dict),
         "round": number,
@@ -417,29 +412,26 @@ def survey(store: Any) -> dict[str, Any]:
 
 def members_of(outcome: str) -> tuple[int, ...]:
     """Return whose packets counted in a round, from its outcome."""
-    return tuple(int(each) for each in parse(outcome, dict).get("members", ()))
+    return tuple(parse(outcome, dict[str, list[int]]).get("members", ()))
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def parse(text: str, kind: type[Found]) -> Found:
-    """Parse a value of the store.
+    """Parse a value of the store: JSON of a type.
 
     Raises:
-        CompressionError: it is no JSON of this kind.
+        CompressionError: it is something else.
     """
     try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise CompressionError(f"the replica store has {shown(text)}: {in_one_line(error)}") from None
-    if not isinstance(value, kind):
-        raise CompressionError(f"the replica store has {shown(text)}, expected {kind.__name__}")
-    return value
-
-
-def parse_position(text: str) -> Position:
-    found = parse(text, list)
-    if len(found) != 2 or not isinstance(found[0], int) or not isinstance(found[1], str):
-        raise CompressionError(f"the replica store has {shown(text)} as head")
-    return Position(*found)
+        found: Found = _adapter(kind).validate_json(text, strict=True)  # type: ignore[arg-type]
+    except ValidationError as error:
+        expected = f"expected {getattr(kind, '__name__', kind)}: {error.errors()[0]['msg']}"
+        raise CompressionError(f"the replica store has {shown(text)}, {expected}") from None
+    return found
 
 
 def _newcomers(text: str) -> dict[str, Any]:
@@ -467,10 +459,10 @@ def _parse_entry(text: str | None) -> tuple[int, str]:
     """
     if text is None:
         raise CompressionError("it is not in the store")
-    nbytes, digest = (*parse(text, list), None, None)[:2]
-    if not isinstance(nbytes, int) or not 0 < nbytes < LARGEST:
-        raise CompressionError(f"{shown(nbytes)} is no size")
-    return nbytes, str(digest)
+    nbytes, digest = parse(text, tuple[int, str])
+    if not 0 < nbytes < LARGEST:
+        raise CompressionError(f"{nbytes} is no size")
+    return nbytes, digest
 
 
 def _digest_of_chunk(shipment: Shipment, number: int, content: bytes | memoryview) -> bytes:

@@ -29,14 +29,14 @@ def block_with(path: str, value: object) -> object:
 
 BAD = [
     ("foward", {}, ": unknown key", "did you mean 'forward'"),
-    ("enabled", "yes", ": 'yes'", 'allowed: true, false, "required"'),
+    ("enabled", "yes", ": 'yes'", "allowed: 'required', or true or false"),
     ("forward.codec", "top_k", ": 'top_k' is not registered", "did you mean 'topk'"),
     ("forward.codec", {"bits": 4}, ".name: missing", "known: "),
     ("forward.codec", topk(indices="reuse"), ": topk(", "backward"),
     ("forward.codec", quantize(bits=4.5), ".bits: 4.5", "integer"),
     ("eval", "on", ": 'on' is not allowed", "'compressed', 'uncompressed'"),
-    ("tensors", "small", ": 'small'", 'allowed: "large", or a list'),
-    ("tensors", [0, -1], ": [0, -1]", "positions from 0"),
+    ("tensors", "small", ": 'small'", "allowed: 'large', or a list"),
+    ("tensors", [0, -1], ".1: -1 is not allowed", "greater than or equal to 0"),
     ("link", {"depth": 2, "mode": "blocking"}, ".depth: 2 is not allowed with mode 'blocking'", "use mode"),
     ("link.depth", "auot", ": 'auot' is not allowed", "did you mean 'auto'"),
     ("link.connections", "x", ": 'x'", "allowed: 'auto'"),
