@@ -35,14 +35,15 @@ from ds_compress.checkpoint.file import write
 from ds_compress.checkpoint.search import (
     ABSENT,
     MOST_SIDES,
+    OF_GRADIENTS,
     RESTORED,
     Found,
     Rank,
     Side,
     Verdict,
     gradients_key,
+    load_gradients,
     load_side,
-    saved_gradients,
     saved_state,
 )
 from ds_compress.errors import CompressionError, in_one_line
@@ -120,18 +121,15 @@ def save(session: Any, root: Path, tag: str) -> None:
 def _load_gradients(session: Any, kind: str, root: Path, tag: str, rank: Rank, restore: bool) -> None:
     """Restore the residuals of gradients that are exchanged if every rank that has some finds its own, else
     none."""
-    engine, traffic, why = session.engine, session.traffic.get(kind), ""
-    found: dict[int, dict[str, Tensor]] | None = {}
-    if traffic is not None:
-        found = None
-        if restore:
-            found, why = saved_gradients(root, tag, rank, engine.global_steps, traffic)
-    missing = _first_with(engine.device, found is None)
+    engine, traffic, found = session.engine, session.traffic.get(kind), Found(ABSENT)
+    if traffic is not None and restore:
+        found = load_gradients(root, tag, rank, traffic, engine.global_steps)
+    missing = _first_with(engine.device, traffic is not None and found.status != RESTORED)
     if traffic is None:
         return
-    traffic.load({} if missing is not None or found is None else found)
+    traffic.load(found.memories if missing is None else {})
     if restore and missing == dist.get_rank():
-        log.warning("ds_compress: %s: %s: %s", Path(root, tag), traffic.restarts, why)
+        log.warning("ds_compress: %s: %s: %s", Path(root, tag), traffic.restarts, OF_GRADIENTS[found.status])
 
 
 def _load_state(session: Any, root: Path, tag: str, rank: Rank) -> None:

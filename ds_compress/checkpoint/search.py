@@ -6,7 +6,7 @@ status, which all ranks learn of, so both sides start from zero if one has to.
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ds_compress.checkpoint.file import DamagedFile, StateFile
 from ds_compress.codecs.mixins import Stateful, layers
-from ds_compress.errors import CompressionError
 from ds_compress.feedback.digest import mirror_digest
 from ds_compress.message.channel import Boundary
 
@@ -30,6 +29,11 @@ REASONS = {
     UNFIT: "its entries do not fit its settings",
     DIFFERENT: "the two sides do not have the same",
 }
+OF_GRADIENTS = REASONS | {
+    ABSENT: "the checkpoint has none",
+    CHANGED: "the codec, the number of replicas or the stages differ from the saved run",
+}
+"""Reasons why residuals of exchanged gradients are not restored."""
 
 log = logging.getLogger("ds_compress")
 
@@ -90,53 +94,55 @@ def gradients_key(kind: str) -> str:
 
 
 def load_side(root: Path, tag: str, rank: Rank, side: Side, step: int) -> Found:
-    """Search the files of checkpoint `tag` for `side`; log why a file that it needs cannot be read."""
-    result, why = Found(ABSENT if side.has_state else RESTORED), ""
-    for path in rank.shards(Path(root, tag)):
+    """Search the files of checkpoint `tag` for `side`."""
+    found = _search(rank.shards(Path(root, tag)), side.key, side.settings, step, side.boundary.check)
+    return Found(RESTORED) if found.status == ABSENT and not side.has_state else found
+
+
+def load_gradients(root: Path, tag: str, rank: Rank, traffic: Any, step: int) -> Found:
+    """Search the file of `rank` in checkpoint `tag` for the residuals of exchanged gradients, by slice.
+
+    Args:
+        traffic: one of those of a session.
+    """
+
+    def check(memories: dict[int, dict[str, Tensor]]) -> None:
+        for memory in memories.values():
+            for layer in layers(traffic.codec.codec, Stateful):  # type: ignore[type-abstract]
+                layer.check_memory(memory)
+
+    return _search([rank.path(Path(root, tag))], gradients_key(traffic.kind), traffic.settings, step, check)
+
+
+def _search(
+    paths: Iterable[Path], key: str, settings: dict[str, Any], step: int, check: Callable[[Any], None]
+) -> Found:
+    """Search files for the state of `key`; log why one that it needs cannot be read.
+
+    Args:
+        settings: with which the state can be used.
+        check: refuses a state that cannot be of these settings.
+    """
+    result, why = Found(ABSENT), ""
+    for path in paths:
         try:
             file = StateFile(path)
             metadata = file.metadata
             # saved under this tag by an earlier run with more stages: not part of this checkpoint
-            if metadata.step != step or side.key not in metadata.settings:
+            if metadata.step != step or key not in metadata.settings:
                 continue
-            if metadata.settings[side.key] != json.loads(json.dumps(side.settings)):
+            if metadata.settings[key] != json.loads(json.dumps(settings)):
                 return Found(CHANGED)
-            memories = file.memories(side.key)
-            side.boundary.check(memories)
+            memories = file.memories(key)
+            check(memories)
             return Found(RESTORED, memories)
-        except DamagedFile as error:  # the side may still be in another one
+        except DamagedFile as error:  # the state may still be in another one
             result, why = Found(UNREADABLE), f"{path} cannot be read: {error}"
         except Exception as error:  # of a codec that looks at its entries
             result, why = Found(UNFIT), f"{path} does not fit: {error}"
     if why:
         log.warning(why)
     return result
-
-
-def saved_gradients(
-    root: Path, tag: str, rank: Rank, step: int, traffic: Any
-) -> tuple[dict[int, dict[str, Tensor]] | None, str]:
-    """Return the residuals of exchanged gradients that `rank` saved, by slice; None, and why, if they
-    cannot be used.
-
-    Args:
-        traffic: one of those of a session.
-    """
-    key = gradients_key(traffic.kind)
-    path = rank.path(Path(root, tag))
-    try:
-        file = StateFile(path)
-        if file.metadata.step != step or key not in file.metadata.settings:
-            return None, "the checkpoint has none"
-        if file.metadata.settings[key] != json.loads(json.dumps(traffic.settings)):
-            return None, "the codec, the number of replicas or the stages differ from the saved run"
-        memories = file.memories(key)
-        for memory in memories.values():
-            for layer in layers(traffic.codec.codec, Stateful):  # type: ignore[type-abstract]
-                layer.check_memory(memory)
-        return memories, ""
-    except (DamagedFile, CompressionError) as error:
-        return None, f"{path} cannot be read: {error}"
 
 
 def saved_state(root: Path, tag: str, rank: Rank, step: int) -> tuple[dict[str, Any], dict[str, list[float]]]:
