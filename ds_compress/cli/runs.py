@@ -7,7 +7,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ds_compress.config import DIRECTIONS
@@ -35,6 +35,8 @@ class RecordedRun:
     series: dict[str, Series]
     wandb_name: str = ""
     """Name of the run of W&B, which no other run has; empty if there is none."""
+    kinds: set[str] = field(default_factory=set)
+    """Monitors that wrote it, by the names in `READERS`."""
 
     @property
     def boundaries(self) -> int:
@@ -167,7 +169,6 @@ def read_runs(path: Path) -> list[RecordedRun]:
             "of an offline run is no longer read: switch csv_monitor on beside W&B"
         )
     runs: list[RecordedRun] = []
-    kinds: list[set[str]] = []  # of the monitors that wrote each run
     unusable: list[CompressionError] = []
     for place, kind in places:
         try:
@@ -177,16 +178,13 @@ def read_runs(path: Path) -> list[RecordedRun]:
         except CompressionError as error:
             unusable.append(error)
             continue
-        same = next(
-            (n for n, run in enumerate(runs) if kind not in kinds[n] and _is_same(run.series, series)), None
-        )
-        if same is None:
-            runs.append(RecordedRun(_name(path, path if len(places) == 1 else place), series))
-            kinds.append(set())
-            same = -1
-        kinds[same].add(kind)
+        run = next((run for run in runs if kind not in run.kinds and _is_same(run.series, series)), None)
+        if run is None:
+            run = RecordedRun(_name(path, path if len(places) == 1 else place), series)
+            runs.append(run)
+        run.kinds.add(kind)
         if kind == "wandb":
-            runs[same].wandb_name = place.name
+            run.wandb_name = place.name
     if not runs:
         raise unusable[0]
     for reason in unusable:

@@ -1,6 +1,6 @@
 """Resolve the block: what was written, checked, and the settings that are in force."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import ds_compress.codecs  # noqa: F401  (registers them)
@@ -71,8 +71,22 @@ class Config:
         """
         return Config(with_changes(self.written, {**changes, "policy": "constant"}))
 
-    def adopt(self, other: "Config") -> bool:
-        """Use the codecs of `other`, which `changed` made, from now on; return whether any codec changed."""
+    def adopt(
+        self, boundaries: dict[str, Any], check: Callable[["Config"], object] = lambda other: None
+    ) -> bool:
+        """Use other settings of boundaries from now on; return whether any codec changed.
+
+        Args:
+            boundaries: beside the written block, as it has them.
+            check: refuses what an engine does not support.
+
+        Raises:
+            CompressionError: the settings are not allowed.
+        """
+        other = self.changed({"boundaries": boundaries})
+        check(other)
+        other.prepare()
+        self.adopted = boundaries
         before, self.in_force = self.in_force, self.in_force.with_codecs_of(other.in_force)
         return self.in_force is not before
 

@@ -60,14 +60,8 @@ USED = {
             *("first_output_send", "total_loss", "total_additional_losses", "dynamic_shape"),
             *("has_attention_mask", "has_bool_tensors", "is_pipe_partitioned", "is_grad_partitioned"),
             *("has_moe_layers", "is_data_parallel", "pipeline_enable_backward_allreduce"),
-            *(
-                "gradient_average",
-                "communication_data_type",
-                "using_bf16_optimizer",
-                "prev_stage",
-                "next_stage",
-                "num_stages",
-            ),
+            *("gradient_average", "communication_data_type", "using_bf16_optimizer"),
+            *("prev_stage", "next_stage", "num_stages"),
             *("_get_ckpt_name", "_get_all_ckpt_names"),
         ),
         optional=(

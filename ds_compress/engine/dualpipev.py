@@ -33,6 +33,7 @@ from ds_compress.engine.stage import Instruction, Stage
 from ds_compress.engine.tied import reduce_tied_gradients
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary, Channel
+from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
 from ds_compress.transport.p2p import PeerTimeout, Receiver, Sender
 from ds_compress.transport.packet import Packet
 from ds_compress.transport.streams import CodecStream
@@ -155,8 +156,8 @@ class DualPipeVPath(MessagePath):
                 receiver = QueuedReceiver(peer, engine.device, self._queue_to(neighbour, come), self._launch)
                 sender = QueuedSender(peer, engine.device, self._queue_to(neighbour, go))
                 # `check` refuses codecs with extra packets; the queue starts on the compute stream
-                stage.connect(receiving, come, (receiver, receiver), CodecStream(), phase)
-                stage.connect(sending, go, (sender, sender), CodecStream(), phase)
+                stage.connect(receiving, ReceivingEnd(come, receiver, receiver, CodecStream()), phase)
+                stage.connect(sending, SendingEnd(go, sender, sender, CodecStream()), phase)
         self.phases = stage.phases
         return stage
 

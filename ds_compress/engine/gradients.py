@@ -27,7 +27,7 @@ from ds_compress.engine.deepspeed import (
     loss_scale,
     reduced_gradients,
 )
-from ds_compress.engine.optimizers import mix_in
+from ds_compress.engine.optimizers import Exact, Owners, mix_in
 from ds_compress.engine.overlap import EarlyBuckets
 from ds_compress.engine.stage import Stage
 from ds_compress.engine.traffic import GradientTraffic
@@ -39,9 +39,6 @@ from ds_compress.replicas.slices import DTYPES, Gradient
 from ds_compress.replicas.transfers import Replicas
 from ds_compress.transport.collectives import lowest
 from ds_compress.transport.p2p import ExchangeConnections
-
-Exact = Callable[[list[Tensor]], Tensor]
-"""DeepSpeed's all-reduce of a bucket; returns it flat."""
 
 
 class _GradientSpan(NamedTuple):
@@ -188,7 +185,7 @@ class ReplicaTraffic(GradientTraffic):
         self,
         bucket: Sequence[Tensor],
         known: Iterable[tuple[Any, Tensor | None]],
-        owners: Sequence[int | None],
+        owners: Owners,
         group: Any,
         factor: float,
         exact: Exact,

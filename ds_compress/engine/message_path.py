@@ -22,10 +22,7 @@ from ds_compress.message.dependence import DependencyTracker
 from ds_compress.message.layout import as_list, tensors_in
 from ds_compress.transport.staging import receives_hold_device
 
-RECEIVED = {
-    Instruction.RECV_ACTIVATION: schedule.RecvActivation,
-    Instruction.RECV_GRAD: schedule.RecvGrad,
-}
+RECEIVED = {Instruction.RECV_ACTIVATION: schedule.RecvActivation, Instruction.RECV_GRAD: schedule.RecvGrad}
 
 
 class MessagePath:

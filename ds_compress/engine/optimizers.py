@@ -23,6 +23,11 @@ from ds_compress.engine.deepspeed import BF16_Optimizer, DeepSpeedZeroOptimizer,
 from ds_compress.errors import CompressionError
 from ds_compress.transport import staging
 
+Exact = Callable[[list[Tensor]], Tensor]
+"""DeepSpeed's all-reduce of a bucket; returns it flat."""
+Owners = Sequence[int | None]
+"""Of each tensor the one replica that needs its average; None: every replica."""
+
 _Optimizer: Any = object
 """What stands behind a mixin: DeepSpeed's optimizer, which has no types."""
 
@@ -34,7 +39,7 @@ class CompressedZeroOptimizer(_Optimizer):
     """
 
     ds_compress: Any  # a `ReplicaTraffic`
-    _owners: Sequence[int | None] | None = None  # of the tensors of the bucket in progress
+    _owners: Owners | None = None  # of the tensors of the bucket in progress
 
     def allreduce_and_copy_with_multiple_ranks(self, small_bucket: Any, *args: Any, **kwargs: Any) -> None:
         self._owners = [_only_owner(ranks) for ranks in kwargs["bucket_ranks"]]
@@ -43,20 +48,11 @@ class CompressedZeroOptimizer(_Optimizer):
         finally:
             self._owners = None
 
-    def allreduce_bucket(
-        self,
-        bucket: Any,
-        communication_data_type: Any,
-        rank: Any = None,
-        log: Any = None,
-        divide: Any = True,
-        process_group: Any = None,
-    ) -> Tensor:
-        options = {"rank": rank, "log": log, "divide": divide, "process_group": process_group}
-        exact = partial(super().allreduce_bucket, communication_data_type=communication_data_type, **options)
+    def allreduce_bucket(self, bucket: Any, dtype: Any, rank: Any = None, **options: Any) -> Tensor:
+        exact = partial(super().allreduce_bucket, communication_data_type=dtype, rank=rank, **options)
         owners = self._owners if self._owners is not None else [rank] * len(bucket)
-        factor = self._factor() if divide and self.gradient_average else 1.0
-        if self._compress(bucket, communication_data_type, owners, process_group, factor, exact):
+        factor = self._factor() if options.get("divide", True) and self.gradient_average else 1.0
+        if self._compress(bucket, dtype, owners, options.get("process_group"), factor, exact):
             return self.flatten(bucket)
         return exact(bucket)
 
@@ -75,13 +71,7 @@ class CompressedZeroOptimizer(_Optimizer):
         return float(self.sequence_parallel_size / dist.get_world_size(self.dp_process_group))
 
     def _compress(
-        self,
-        bucket: Sequence[Tensor],
-        dtype: Any,
-        owners: Sequence[int | None],
-        group: Any,
-        factor: float,
-        exact: Callable[[list[Tensor]], Tensor],
+        self, bucket: Sequence[Tensor], dtype: Any, owners: Owners, group: Any, factor: float, exact: Exact
     ) -> bool:
         parameters = [self.bit16_groups[group][place] for group, place, _ in self.ipg_buckets[dtype].params]
         known = [(parameter, self.get_gradient_for_reduction(parameter)) for parameter in parameters]

@@ -7,7 +7,6 @@ they decide from numbers that one collective has given to all (see runtime/depth
 """
 
 import contextlib
-import functools
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from deepspeed import comm as dist
 
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.config.recipes import with_changes
@@ -92,26 +90,14 @@ class Session:
         """What sends gradients, or changes of weights, beside messages, by kind."""
         self.guard = Guard(config, engine.global_rank, boundaries)
         self.replica_check = ReplicaCheck(self.stage, self.path.sides(), engine.grid, engine.device)
-        self.monitor = Monitor(
-            config,
-            boundaries=boundaries,
-            ranks=engine.num_stages,
-            rank=engine.stage_id,
-            device=engine.device,
-            link=self.path.own_link or config.block.link.mode,
-            total=functools.partial(dist.all_reduce, group=engine.grid.get_pipe_parallel_group()),
-            notes=notes,
-            reports=engine.global_rank == 0,
-            gradients={
-                **{kind: each.describe() for kind, each in self.traffic.items()},
-                **({"tied": tied} if tied else {}),
-            },
-        )
+        exchanged = {kind: each.describe() for kind, each in self.traffic.items()}
+        exchanged |= {"tied": tied} if tied else {}
+        link = self.path.own_link or config.block.link.mode
+        self.monitor = Monitor(config, engine, boundaries, link, notes, exchanged)
         self.policy = PolicyController(config, boundaries, engine.device, all_gather)
+        chooses = config.block.link.connections == "auto"
+        self.connections = ConnectionsController(set_connections) if chooses else None
         found = *exchanges, self.replica_check, self.monitor, self.guard, self.depth, self.policy
-        self.connections = None
-        if config.block.link.connections == "auto":
-            self.connections = ConnectionsController(set_connections)
         parts = (*found, outer, self.connections)
         self.parts: list[RuntimePart] = [part for part in parts if part is not None]
         """In the order in which their hooks are called."""
@@ -123,10 +109,7 @@ class Session:
     def batch(self) -> Iterator[None]:
         """Wrap a `train_batch` of the engine: the guard checks some of them."""
         count, quality = self.path.evaluated_at_least(), self.monitor.message_quality
-        with (
-            self.watchdog.watch("train_batch"),
-            self.guard.batch(self.engine, count, quality, self._replay),
-        ):
+        with self.watchdog.watch("train_batch"), self.guard.batch(self.engine, count, quality, self._replay):
             yield
 
     @contextmanager
@@ -205,16 +188,12 @@ class Session:
         return self._adopt(with_changes(self.config.adopted, boundaries))
 
     def _adopt(self, adopted: dict[str, Any]) -> bool:
-        stage, config, stages = self.stage, self.config, self.engine.num_stages
+        stage, stages = self.stage, self.engine.num_stages
         if stage.in_schedule:
             raise CompressionError(
                 f"{KEY}: settings cannot change while a step runs; adopt between two steps"
             )
-        other = config.changed({"boundaries": adopted})
-        self.path.check(other, stages)
-        other.prepare()
-        config.adopted = adopted
-        if not config.adopt(other):
+        if not self.config.adopt(adopted, lambda other: self.path.check(other, stages)):
             return False
         wire_extra_links(stage, self.engine)
         stage.adopt()
@@ -255,6 +234,7 @@ class Session:
 
     def _put_in_force(self, change: Change | None) -> None:
         if change is not None:
-            differs = bool(change.boundaries) and self.reconfigure(change.boundaries)
+            if change.boundaries:
+                self.reconfigure(change.boundaries)
             if self.engine.global_rank == 0:
-                change.report(differs)
+                change.report()

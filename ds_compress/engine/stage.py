@@ -14,7 +14,7 @@ from ds_compress.config import Config
 from ds_compress.engine.intercept import PointToPoint, ShapeLinks, Specs
 from ds_compress.message.channel import Boundary, Channel
 from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
-from ds_compress.transport.p2p import ExchangeConnections, Receiver, Sender
+from ds_compress.transport.p2p import ExchangeConnections
 from ds_compress.transport.streams import CodecStream, Made
 
 
@@ -79,27 +79,13 @@ class Stage:
         self.step = 0
         self.training = False
 
-    def connect(
-        self,
-        instruction: Instruction,
-        channel: Channel,
-        links: tuple[Sender, Sender] | tuple[Receiver, Receiver],
-        codec_stream: CodecStream,
-        phase: int = 0,
-    ) -> None:
-        """Let `instruction` send or receive on `channel`.
-
-        Args:
-            links: for all packets, and for those that only some messages have.
-            codec_stream: of the boundary, for both its channels.
-            phase: of DualPipeV, which has each instruction twice.
-        """
-        link, extra_link = links
-        if isinstance(link, Sender) and isinstance(extra_link, Sender):
-            self.senders[instruction, phase] = SendingEnd(channel, link, extra_link, codec_stream)
-        elif isinstance(link, Receiver) and isinstance(extra_link, Receiver):
-            self.receivers[instruction, phase] = ReceivingEnd(channel, link, extra_link, codec_stream)
-        self._codec_streams[channel.boundary.number] = codec_stream
+    def connect(self, instruction: Instruction, end: SendingEnd | ReceivingEnd, phase: int = 0) -> None:
+        """Let `instruction` send or receive at `end`; `phase`: of DualPipeV, which has each twice."""
+        if isinstance(end, SendingEnd):
+            self.senders[instruction, phase] = end
+        else:
+            self.receivers[instruction, phase] = end
+        self._codec_streams[end.channel.boundary.number] = end.codec_stream
 
     @property
     def boundaries(self) -> list[Boundary]:

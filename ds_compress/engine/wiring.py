@@ -8,6 +8,7 @@ from ds_compress.config import DIRECTIONS
 from ds_compress.engine.intercept import ShapeLinks
 from ds_compress.engine.stage import Instruction, Stage
 from ds_compress.message.channel import Channel
+from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
 from ds_compress.transport.connections import connect, require_files
 from ds_compress.transport.p2p import (
     EagerReceiver,
@@ -61,9 +62,12 @@ def wire(stage: Stage, engine: Any, depth: int) -> None:
             continue
         codec_stream = codec_stream_for(engine.device) if eager else CodecStream()
         come, go = boundary.channels if boundary is stage.before else boundary.channels[::-1]
-        for instruction, channel, kind in ((receives, come, receiver), (sends, go, sender)):
+        for instruction, channel, kind, end in (
+            (receives, come, receiver, ReceivingEnd),
+            (sends, go, sender, SendingEnd),
+        ):
             links = link(kind, channel, neighbour), link(kind, channel, neighbour, EXTRA)
-            stage.connect(instruction, channel, links, codec_stream)
+            stage.connect(instruction, end(channel, *links, codec_stream))
     given = config.block.link.connections
     set_connections(stage, engine, 1 if given == "auto" else given)
 

@@ -59,11 +59,7 @@ class SendingMeter(_Meter):
     COLUMNS = (
         "step_messages",
         "nonfinite_share",
-        "message_norm",
-        "relative_error",
-        "token_error",
-        "cosine",
-        "lost_rows",
+        *MessageError._fields,
         "gradient_error",
         "encode_ms",
         "send_ms",

@@ -88,8 +88,8 @@ class Change(NamedTuple):
     boundaries: dict[str, Any]
     """As the block has them: {"0": {"forward": {"codec": "bf16"}}}; empty: the part has changed its own."""
 
-    report: Callable[[bool], None] = lambda differs: None
-    """Called on rank 0 once the settings hold; its argument: whether any differs from those before."""
+    report: Callable[[], None] = lambda: None
+    """Called on rank 0 once the settings hold."""
 
 
 class RuntimePart:

@@ -126,11 +126,9 @@ def complete(channels: Channels, before: Channels, stamps: Tensor, step_ms: floa
         stamps: [boundary, direction, side, packet] when packets of the step left, and came, in milliseconds.
     """
     for number, directions in enumerate(channels):
+        counts = [int(directions[d]["step_messages"]) for d in DIRECTIONS]
         sent, arrived = (
-            {
-                d: side[: int(directions[d]["step_messages"])].tolist()
-                for d, side in zip(DIRECTIONS, stamps[number, :, which])
-            }
+            {d: side[:count].tolist() for d, side, count in zip(DIRECTIONS, stamps[number, :, which], counts)}
             for which in range(SIDES)
         )
         packet = {}

@@ -7,16 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ds_compress.config import KEY, Config
 from ds_compress.errors import in_one_line
 from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
 from ds_compress.message.clock import clock_for
 from ds_compress.message.gradient_error import AVERAGED, GradientError
 from ds_compress.message.meters import ReceivingMeter, SendingMeter
-from ds_compress.message.part import RuntimePart, Step
+from ds_compress.message.part import Engine, RuntimePart, Step
 from ds_compress.monitor import lines, metrics
 from ds_compress.monitor.limits import LASTING, MessageQuality, finite
 from ds_compress.monitor.table import Status, Table
@@ -38,41 +35,34 @@ class Monitor(RuntimePart):
     def __init__(
         self,
         config: Config,
+        engine: Engine,
         boundaries: int,
-        ranks: int,
-        rank: int,
-        device: torch.device,
         link: str,
-        total: Callable[[Tensor], object],
         notes: Any,
-        reports: bool,
         gradients: Mapping[str, str],
     ):
         """Create the monitor of one rank.
 
         Args:
+            engine: DeepSpeed's; it is not kept.
             boundaries: number of boundaries of the pipeline.
-            ranks: number of ranks of the pipeline, each with one stage or more.
-            rank: index of this rank in the pipeline.
             link: name of the link in the start-up line.
-            total: sums a tensor in place over the stages of this pipeline.
             notes: `Notes` of engine/handshake.py: lines of every rank, for the reporting rank.
-            reports: True on the one rank that reports for all; it has a first stage.
             gradients: as for `lines.announcement`.
         """
         self.config = config
         self.boundaries = boundaries
-        self.ranks = ranks
-        self._rank = rank
+        self.ranks = engine.num_stages  # each with one stage or more
+        self._rank = engine.stage_id
         self.link = link
-        self._total = total
+        self._group = engine.grid.get_pipe_parallel_group()  # the stages of this pipeline
         self._notes = notes
-        self._reports = reports
+        self._reports = engine.global_rank == 0  # for all; it has a first stage
         self._exchanged = gradients
         self._announced = False
         self._meters: list[tuple[End, SendingMeter | ReceivingMeter]] = []
-        self._clock = clock_for(device)
-        self._table = Table(boundaries, ranks, device)
+        self._clock = clock_for(engine.device)
+        self._table = Table(boundaries, self.ranks, engine.device)
         self._due = False  # whether the current step is reduced over the stages
         self._writes = False  # whether it is also written
         self._measures = False  # whether the present step is measured
@@ -143,7 +133,7 @@ class Monitor(RuntimePart):
                 sent = [(end.channel, end.channel.sent.latest) for end in ends if end.sends]
                 self._notes.leave({c.place: layout.describe(c.codec) for c, layout in sent if layout})
         step_ms = self._collect(ends, step.values)
-        self._table.add_up(self._total)
+        self._table.add_up(self._group)
         statuses = self._table.statuses
         if self._is_measured:
             self._last = self._table.channels, self._last[0]

@@ -5,10 +5,13 @@ values, or one that failed to measure them, takes part like any other.
 """
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from ds_compress.config import DIRECTIONS
 from ds_compress.message.channel import Channel
@@ -68,16 +71,18 @@ class Table:
 
     def fill_gradients(self, kind: str, rank: int, values: Mapping[str, float]) -> None:
         """Put `values`, by column, where the other stages find those of gradients that `rank` exchanges."""
-        found = torch.tensor([values[name] for name in EXCHANGED], dtype=torch.float64, device="cpu")
+        found = torch.tensor(
+            [values.get(name, math.nan) for name in EXCHANGED], dtype=torch.float64, device="cpu"
+        )
         self._gradients[list(GRADIENTS).index(kind), rank] = found
 
     def set_status(self, rank: int, status: Status) -> None:
         self._status[rank] = status
 
-    def add_up(self, total: Callable[[Tensor], object]) -> None:
-        """Sum the table over all stages, each of which calls this; `total` sums a tensor in place."""
+    def add_up(self, group: Any) -> None:
+        """Sum the table over all stages, which are the process `group`, and each of which calls this."""
         self._sum.copy_(torch.cat([part.flatten() for part in self._parts]))
-        total(self._sum)
+        dist.all_reduce(self._sum, group=group)
         sums = self._sum.cpu().split([part.numel() for part in self._parts])
         for part, summed in zip(self._parts, sums):
             part.copy_(summed.view_as(part))

@@ -99,12 +99,11 @@ class Replicas:
         """
         packets, sizes, is_summed = transfer
         options = {"group": self.groups[0], "async_op": True}
-        if is_summed:
-            with self.failing():
-                return Started(self, packets, [(self.others, dist.all_reduce(packets, **options))])
         received = packets.numel() if sizes is None else sizes[self.rank]
-        arrived = torch.empty(self.size * received, dtype=torch.uint8, device=packets.device)
         with self.failing():
+            if is_summed:
+                return Started(self, packets, [(self.others, dist.all_reduce(packets, **options))])
+            arrived = torch.empty(self.size * received, dtype=torch.uint8, device=packets.device)
             if len(self.groups) > 1:
                 if sizes is None:
                     return Started(self, arrived, self._start_for_all(packets, arrived))

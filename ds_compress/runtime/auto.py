@@ -30,14 +30,7 @@ from ds_compress.planning.choice import (
     rank,
     uncompressed_recipe,
 )
-from ds_compress.planning.evaluate import (
-    REPEATS,
-    UNKNOWN,
-    Messages,
-    boundary_block,
-    evaluate,
-    is_informative,
-)
+from ds_compress.planning.evaluate import REPEATS, UNKNOWN, Messages, boundary_block, evaluate, is_informative
 from ds_compress.planning.schedule import is_deepspeed_schedule
 from ds_compress.planning.step_time import Workload
 from ds_compress.runtime.depth import MEASURED, DepthController
@@ -177,7 +170,7 @@ class AutoController(DepthController):
         block = reproducing(self._config, chosen, step, stage.connections)
         return Change(
             _everywhere(chosen["block"], len(found.networks)),
-            lambda _: print(
+            lambda: print(
                 format_report(
                     ranked, chosen, rows, self._quality, block, step, found.workload, engine.module
                 ),

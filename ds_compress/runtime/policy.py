@@ -146,7 +146,7 @@ class PolicyController(RuntimePart):
         )
         start = f"ds_compress: policy {self._policy.name}: from step {engine.global_steps + 1} on: "
         line = f"{start}{'; '.join(places)}"
-        return Change(self._codecs(changed), lambda _: print(line, flush=True))
+        return Change(self._codecs(changed), lambda: print(line, flush=True))
 
     def state(self) -> dict[str, Any]:
         rungs = [[*key, rung] for key, rung in self.rungs.items()]

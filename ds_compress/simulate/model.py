@@ -59,20 +59,15 @@ class SimulatedTraining:
             self.global_steps = steps
             change = self._policy.decide(self)
             if change is not None:
-                change.report(self._adopt(change.boundaries))
+                self._adopt(change.boundaries)
+                change.report()
 
-    def _adopt(self, changes: Mapping[str, Any]) -> bool:
-        """Give boundaries other settings; return whether any differs."""
-        adopted = with_changes(self.config.adopted, changes)
-        other = self.config.changed({"boundaries": adopted})
-        other.prepare()
-        self.config.adopted = adopted
-        differs = self.config.adopt(other)
-        if differs:
+    def _adopt(self, changes: Mapping[str, Any]) -> None:
+        """Give boundaries other settings."""
+        if self.config.adopt(with_changes(self.config.adopted, changes)):
             for boundary in self._boundaries:
                 boundary.upstream.adopt()
                 boundary.downstream.adopt()
-        return differs
 
 
 def simulate(

@@ -9,7 +9,6 @@ import functools
 import itertools
 import json
 import logging
-import math
 import os
 from concurrent.futures import Future, wait
 from typing import Any
@@ -141,9 +140,6 @@ class OuterTraffic(RuntimePart):
         return {
             "raw_bytes": self.sent.raw_bytes,
             "wire_bytes": self.sent.wire_bytes,
-            "relative_error": math.nan,
-            "cosine": math.nan,
-            "gradient_error": math.nan,
             "residual_norm": torch.stack(norms).norm().item() if norms else 0.0,
             "round_s": self._round_s,
             "rounds": self.sent.messages,

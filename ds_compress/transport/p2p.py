@@ -14,7 +14,7 @@ has no time-outs.
 import functools
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -124,6 +124,13 @@ class Endpoint:
     def __post_init__(self) -> None:
         self._transport = transport_for(self.device)
 
+    def _start(self, transfer: Callable[..., Pending], packet: Packet) -> Pending:
+        """Start `isend` or `irecv` of a packet."""
+        try:
+            return transfer(packet.memory, self.peer, self.groups)
+        except RuntimeError as error:
+            self.timeout.raise_for_peer(error, self.peer)
+
     def set_depth(self, depth: int) -> None:
         """Serve a schedule of `depth` from the next batch on."""
         self.depth = depth
@@ -150,7 +157,7 @@ class Sender(Endpoint):
 
     def send(self, packet: Packet) -> None:
         """Send `packet`, which came from `memory`."""
-        self.timeout.wait(self._isend(packet), self.peer, self.device)
+        self.timeout.wait(self._start(self._transport.isend, packet), self.peer, self.device)
         self._free.append(packet)
 
     def renew(self) -> None:
@@ -158,12 +165,6 @@ class Sender(Endpoint):
 
     def drain(self) -> None:
         """Return when everything sent has left this process."""
-
-    def _isend(self, packet: Packet) -> Pending:
-        try:
-            return self._transport.isend(packet.memory, self.peer, self.groups)
-        except RuntimeError as error:
-            self.timeout.raise_for_peer(error, self.peer)
 
 
 class Receiver(Endpoint):
@@ -180,17 +181,12 @@ class Receiver(Endpoint):
         """Return the next packet; the next call overwrites it."""
         if self._packet is None or self._packet.nbytes != nbytes:
             self._packet = self._empty(nbytes)
-        self.timeout.wait(self._irecv(self._packet), self.peer, self.device)
+        work = self._start(self._transport.irecv, self._packet)
+        self.timeout.wait(work, self.peer, self.device)
         return self._packet
 
     def _empty(self, nbytes: int) -> Packet:
         return Packet(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
-
-    def _irecv(self, packet: Packet) -> Pending:
-        try:
-            return self._transport.irecv(packet.memory, self.peer, self.groups)
-        except RuntimeError as error:
-            self.timeout.raise_for_peer(error, self.peer)
 
 
 class EagerSender(Sender):
@@ -212,7 +208,7 @@ class EagerSender(Sender):
         return super().memory(nbytes)
 
     def send(self, packet: Packet) -> None:
-        self._in_flight.append((packet, self._isend(packet)))
+        self._in_flight.append((packet, self._start(self._transport.isend, packet)))
 
     def drain(self) -> None:
         while self._in_flight:
@@ -274,7 +270,7 @@ class EagerReceiver(Receiver):
     def _post(self, packet: Packet) -> None:
         if self._to_post:
             self._to_post -= 1
-            self._posted.append((packet, self._irecv(packet)))
+            self._posted.append((packet, self._start(self._transport.irecv, packet)))
 
 
 def is_connection_lost(error: BaseException | None) -> bool:

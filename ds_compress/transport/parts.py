@@ -38,19 +38,15 @@ class Parts:
             work.wait(max(SHORTEST, timedelta(seconds=deadline - time.monotonic())))
 
 
-def isend(packet: Tensor, peer: int, groups: Sequence[Any]) -> Work | Parts:
-    """Start to send `packet`, uint8 [bytes], over `groups` to the global rank `peer`."""
-    return _start("isend", packet, peer, groups)
-
-
-def irecv(packet: Tensor, peer: int, groups: Sequence[Any]) -> Work | Parts:
-    """Start to receive into `packet`, uint8 [bytes], over `groups` from the global rank `peer`."""
-    return _start("irecv", packet, peer, groups)
-
-
 def _start(transfer: str, packet: Tensor, peer: int, groups: Sequence[Any]) -> Work | Parts:
     works = [over(group, transfer)(part, peer) for part, group in zip(cut(packet, len(groups)), groups)]
     return Parts(works) if len(works) > 1 else works[0]
+
+
+isend = functools.partial(_start, "isend")
+"""Start to send a packet, uint8 [bytes], to a global rank, over groups."""
+irecv = functools.partial(_start, "irecv")
+"""Start to receive into a packet, uint8 [bytes], from a global rank, over groups."""
 
 
 def over(group: Any, transfer: str) -> Callable[[Tensor, int], Work]:

@@ -126,7 +126,7 @@ def test_what_auto_adopts_is_the_block_without_the_name():
     config = Config({**AUTO, "seed": 3})
     other = config.changed({"boundaries": {"0": {"forward": {"codec": "bf16"}}}})
     assert other.in_force.codecs(0).forward.name == "bf16" and other.block.seed == 3
-    assert config.adopt(other) and config.quality == DEFAULT
+    assert config.adopt({"0": {"forward": {"codec": "bf16"}}}) and config.quality == DEFAULT
     assert config.changed({}).in_force.codecs(0).forward.name == "none"
 
 

@@ -71,7 +71,7 @@ def trained_simulated(config, course):
     for step in range(STEPS):
         for direction, settings in course.get(step, {}).get("0", {}).items():
             adopted[direction] = {**adopted.get(direction, {}), **settings}
-        boundary.config.adopt(boundary.config.changed({"boundaries": {"0": adopted}}))
+        boundary.config.adopt({"0": adopted})
         boundary.upstream.adopt()
         boundary.downstream.adopt()
         evaluated.append(pipeline.evaluate(model, pipeline.batches()))
