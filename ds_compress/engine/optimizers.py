@@ -48,11 +48,20 @@ class CompressedZeroOptimizer(_Optimizer):
         finally:
             self._owners = None
 
-    def allreduce_bucket(self, bucket: Any, dtype: Any, rank: Any = None, **options: Any) -> Tensor:
-        exact = partial(super().allreduce_bucket, communication_data_type=dtype, rank=rank, **options)
+    def allreduce_bucket(
+        self,
+        bucket: Any,
+        communication_data_type: Any,
+        rank: Any = None,
+        log: Any = None,
+        divide: Any = True,
+        process_group: Any = None,
+    ) -> Tensor:
+        options = {"rank": rank, "log": log, "divide": divide, "process_group": process_group}
+        exact = partial(super().allreduce_bucket, communication_data_type=communication_data_type, **options)
         owners = self._owners if self._owners is not None else [rank] * len(bucket)
-        factor = self._factor() if options.get("divide", True) and self.gradient_average else 1.0
-        if self._compress(bucket, dtype, owners, options.get("process_group"), factor, exact):
+        factor = self._factor() if divide and self.gradient_average else 1.0
+        if self._compress(bucket, communication_data_type, owners, process_group, factor, exact):
             return self.flatten(bucket)
         return exact(bucket)
 
