@@ -21,6 +21,7 @@ from ds_compress.message.observer import Observer, SeenMessage, observing
 from ds_compress.message.part import Change, Engine, StageView
 from ds_compress.planning.balance import balance_layers, is_uneven
 from ds_compress.planning.choice import (
+    BASELINE,
     Candidate,
     EvaluatedMessage,
     Evaluation,
@@ -245,6 +246,9 @@ def format_report(
         errors = f"{row['token_error']:.4f}", f"{row['gradient_error']:.4f}"
         mark = " <- chosen" if row is chosen else ""
         lines.append(REPORT_COLUMNS.format(*numbers, *errors, f"{row['recipe']}{mark}"))
+    connections = block.get("link", {}).get("connections", 1)
+    if connections != 1:
+        lines.append(f"{BASELINE}'s step is predicted over {connections} connections, too; it has one")
     if chosen["speedup"] < 1.05:
         lines.append("nothing would make a step 5 % faster than DeepSpeed's own")
     lines += format_stages(workload, module)

@@ -154,9 +154,11 @@ def trained_stock():
     return [engine.train_batch(data).item() for _ in range(STEPS)]
 
 
-@pytest.mark.parametrize("quality, link", [("lossless", FAR), ("aggressive", FREE)])
-def test_lossless_and_a_free_link_are_stock_to_the_end(quality, link):
-    result, _ = run(ds_config(block(quality)), found=link)
+@pytest.mark.parametrize("quality, link, connections", [("lossless", FAR, 1), ("aggressive", FREE, 2)])
+def test_lossless_and_a_free_link_are_stock_to_the_end(quality, link, connections):
+    """Over several connections DeepSpeed, which has one, was said to take a tenth of what it takes."""
+    result, _ = run(ds_config(block(quality, link={"connections": connections})), found=link)
+    assert ("DeepSpeed's step is predicted over 2 connections" in result["printed"]) == (connections == 2)
     assert result["losses"] == run_ranks(2, trained_stock)[0]
     assert {name for both in names(result) for name in both} <= {"none", "lossless"}
     assert result["adopted"] and "<- chosen" in result["printed"]

@@ -137,7 +137,9 @@ def _links(report: Report, names: list[str]) -> Iterator[Finding]:
         ends = hosts[before], hosts[after]
         rated = ([i["mbit"] / 1e3 for i in host["interfaces"] if i["name"] == host["way"]] for host in ends)
         slowed = _having(report, names, link["ranks"], "congestion_control", SLOWED_BY_LOSS)
-        advice = _LOOK + (_LOST.format(slowed) if slowed and link["rtt_ms"] >= FAR_MS else "")
+        advice = _LOOK
+        if link["rtt_ms"] >= FAR_MS:
+            advice += _LOST.format(f"TCP's bbr on {slowed}, or " if slowed else "")
         promised = min(next(iter(own), 0.0) for own in rated)  # Gbit/s; 0: an interface does not report it
         if fast > UNEVEN * slow:
             yield Finding("look", f"{said}: one direction is {fast / slow:.1f} times the other", advice)
@@ -178,4 +180,4 @@ def _having(report: Report, names: list[str], ranks: Sequence[int], fact: str, v
 
 
 _LOOK = "look for other traffic, a bad cable, or a limit of the provider"
-_LOST = "; a few lost packets would be enough: try TCP's bbr on {} (docs/slow-machines.md)"
+_LOST = '; a few lost packets are enough: try {}"link": {{"connections": "auto"}} (docs/slow-machines.md)'
