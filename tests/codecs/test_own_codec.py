@@ -8,21 +8,16 @@ import sys
 import pytest
 import torch
 
-from ds_compress import CompressionError, Context, TensorSpec, build, check_codec
+from ds_compress import CompressionError, TensorSpec, build, check_codec
 from ds_compress.cli import main
 from ds_compress.feedback import FEEDBACKS
-from tests.support.codecs import own_codecs, roundtrip
+from tests.support.codecs import Pair, own_codecs, roundtrip
 from tests.support.launch_scripts import ROOT
-from tests.support.pipeline import MICRO_BATCHES, batches, ds_config, train_simulated
-from tests.support.pipeline import build as build_engine
+from tests.support.pipeline import alike, ds_config, train, train_simulated
 from tests.support.ranks import run_ranks
 
 MODULE = "tests.codecs.half_scale"
-HALF_BLOCK = {
-    "forward": {"codec": "half_scale"},
-    "backward": {"codec": "half_scale", "feedback": "ef"},
-    "min_numel": 0,
-}
+HALF_BLOCK = alike("half_scale", min_numel=0)
 
 
 @pytest.fixture(autouse=True)
@@ -32,13 +27,6 @@ def imported():
         importlib.import_module(MODULE)
         yield
     sys.modules.pop(MODULE)
-
-
-def train_counting(config):
-    engine, data = build_engine(2, config), batches()
-    losses = [engine.train_batch(data).item() for _ in range(4)]
-    sent = [channel.sent for channel in engine.ds_compress.stage.sending]
-    return losses, [(counters.messages, counters.raw_bytes / counters.wire_bytes) for counters in sent]
 
 
 def test_contract():
@@ -72,21 +60,11 @@ def test_the_feedback_of_the_page(monkeypatch):
     """It adds half of what the last gradient lost."""
     monkeypatch.setattr(FEEDBACKS, "_classes", dict(FEEDBACKS._classes))
     run_example("@register_feedback(")
-    codec = FEEDBACKS.build("half_ef", "feedback").wrap(build({"name": "quantize", "bits": 2}))
-    x, ctx = torch.randn(4, 64), Context(direction="backward", memory={})
-    (first, second) = (codec.decode(codec.encode(x, ctx), TensorSpec.of(x), ctx) for _ in range(2))
-    plain, fresh = build({"name": "quantize", "bits": 2}), Context(direction="backward", memory={})
-    wanted = x + 0.5 * (x - first)
-    assert torch.equal(first, plain.decode(plain.encode(x, fresh), TensorSpec.of(x), fresh))
-    assert torch.equal(second, plain.decode(plain.encode(wanted, fresh), TensorSpec.of(x), fresh))
-
-
-def test_training_and_simulate():
-    config = ds_config(HALF_BLOCK)
-    first, last = run_ranks(2, train_counting, config)
-    assert first[0] == last[0] == train_simulated(2, config) != train_simulated(2, ds_config({}))
-    for _, ((messages, ratio),) in (first, last):
-        assert messages == 4 * MICRO_BATCHES and 3.5 < ratio < 4
+    two_bits, x = {"name": "quantize", "bits": 2}, torch.randn(4, 64)
+    pair = Pair(two_bits, "half_ef", "backward")
+    first, second = pair(x), pair(x)
+    assert torch.equal(first, roundtrip(two_bits, x))
+    assert torch.equal(second, roundtrip(two_bits, x + 0.5 * (x - first)))
 
 
 def test_what_it_refuses_is_said_in_one_line(tmp_path, capsys, monkeypatch):
@@ -101,7 +79,7 @@ def test_what_it_refuses_is_said_in_one_line(tmp_path, capsys, monkeypatch):
         assert capsys.readouterr().err == f"boundary 0, forward: codec {refusal}\n"
     assert main(["bench", *arguments[2:], "--codec", "half_scale"]) == 2
     assert refusal in capsys.readouterr().err
-    for rank in run_ranks(2, train_counting, ds_config(HALF_BLOCK), check=False):
+    for rank in run_ranks(2, train, 2, ds_config(HALF_BLOCK), check=False):
         assert "codec half_scale refuses float32 [4, 8, 32]: no bf16 today" in rank
     with pytest.raises(CompressionError, match="half_scale refuses float32"):
         train_simulated(2, ds_config(HALF_BLOCK))
@@ -118,5 +96,4 @@ def test_what_it_refuses_is_refused_wherever_it_serves(monkeypatch):
 def test_build_knows_the_codecs_of_the_package():
     """It knew none in a process that had imported nothing else."""
     code = "import ds_compress; print(ds_compress.build('bf16'))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout == "bf16\n", done.stderr
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT) == "bf16\n"

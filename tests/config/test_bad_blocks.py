@@ -1,32 +1,16 @@
 """Every bad block is one line with its JSON path; every good one is resolved to codecs."""
 
-from typing import Any
+from functools import partial
 
 import pytest
 
 from ds_compress.config import Config
+from ds_compress.registry.options import REMOVED
+from tests.config.test_generated_blocks import put
 from tests.support.refusals import refusal
 
-
-def topk(**options: Any) -> dict[str, Any]:
-    return {"name": "topk", **options}
-
-
-def quantize(**options: Any) -> dict[str, Any]:
-    return {"name": "quantize", **options}
-
-
-def aqsgd(**options: Any) -> dict[str, Any]:
-    return {"name": "aqsgd", **options}
-
-
-def block_with(path: str, value: object) -> object:
-    """A block with `value` at a JSON path."""
-    for key in reversed(path.split(".")):
-        value = {key: value}
-    return value
-
-
+topk, quantize, aqsgd = (partial(dict, name=name) for name in ("topk", "quantize", "aqsgd"))
+FIRST = ".feedback.first_visit: "
 BAD = [
     ("foward", {}, ": unknown key", "did you mean 'forward'"),
     ("enabled", "yes", ": 'yes'", "allowed: 'required', or true or false"),
@@ -44,17 +28,10 @@ BAD = [
     ("link", {"connections": "auto", "mode": "blocking"}, ".connections: 'auto' is not allowed", "use mode"),
     # words of earlier releases are refused with the new one: none is misread, none is guessed at
     ("forward.codec", quantize(hadamard="auto"), ".hadamard: 'auto' is not allowed", "a valid boolean"),
-    (
-        "forward.feedback",
-        aqsgd(offload={"device": "nvme"}),
-        ".offload.device: 'nvme'",
-        "(removed: use 'cpu')",
-    ),
     ("forward.feedback", aqsgd(first="none"), ".first: unknown key, now 'first_visit'; allowed: scope, ", ""),
     ("feedback", "ef", ": unknown key (it belongs in 'forward', 'backward', 'tied', 'replicas')", ""),
     ("mirror_check", 5, ": unknown key, now 'state_check_every'; allowed: enabled, ", ""),
     ("guard.action", "loosen", ": 'loosen' is not allowed (removed: use 'stop'", "allowed: 'warn', 'stop'"),
-    ("guard.action", "relax", ": 'relax' is not allowed (removed: use 'stop'", "allowed: 'warn', 'stop'"),
     # recipes
     *(
         ("recipe", wrong, f": {wrong!r} is not a recipe", "; known: ")
@@ -74,24 +51,15 @@ BAD = [
     ("replicas", {"parameters": 4}, ".parameters: 4 is not allowed with codec 'none'", ""),
     ("replicas.parameters", 5, ": 5 is not allowed; allowed: 'none', 4, 8", ""),
     *(
-        ("replicas", {"codec": codec, **more}, f".codec: {codec['name']}", "bits per value, DeepSpeed 32;")
-        for codec in (
-            {"name": "topk", "density": 0.6, "indices": "int32"},
-            {"name": "topk", "density": 0.9, "values": "bf16", "indices": "int32"},
-        )
+        ("replicas", {"codec": codec, **more}, ".codec: topk", "bits per value, DeepSpeed 32;")
+        for codec in (topk(density=0.6, indices="int32"), topk(density=0.9, values="bf16", indices="int32"))
         for more in ({"feedback": "ef"}, {"every": 30})
     ),
-    ("replicas", {"policy": "accordion"}, ".policy: unknown", "4 bits with 'ef' send less"),
     # feedbacks
     ("forward.feedback", {"name": "ef", "scope": "sample"}, ".scope: 'sample' is not allowed", ""),
     ("backward", {"feedback": "aqsgd"}, ".feedback: 'aqsgd' is not for this direction", ""),
     *(
-        (
-            "forward",
-            {"codec": "quantize", "feedback": aqsgd(first_visit=first)},
-            f".feedback.first_visit: {line}",
-            "",
-        )
+        ("forward", {"codec": "quantize", "feedback": aqsgd(first_visit=first)}, FIRST + line, "")
         for first, line in (
             ("lossless", "'lossless' cannot send first visits"),
             ({"name": "lowrank", "rank": 2}, "'lowrank' cannot send first visits"),
@@ -106,28 +74,23 @@ BAD = [
 refuses by itself: codecs/test_codecs.py."""
 
 AUTO = {"recipe": "auto"}
+MEMORY = {"link": {"memory_gb": 2.0}}
+DIFFERENT = {"density": 0.2}, {"rows": "tensor"}
+ROWS = ".backward.codec: topk.rows: 'tensor' backward with indices 'reuse'"
 LOSSY = {"forward": {"codec": "quantize"}}
 FORWARD = {"forward": {"codec": "topk"}}
-OTHER_DENSITY, OTHER_ROWS = topk(indices="reuse", density=0.2), topk(indices="reuse", rows="tensor")
+OTHER_DENSITY, OTHER_ROWS = ({"codec": topk(indices="reuse", **other)} for other in DIFFERENT)
 PER_BATCH = {"forward": {"feedback": aqsgd(scope="micro_batch")}}
 SPLIT = {"codec": topk(indices="reuse"), "feedback": "ef_mixed"}
 BAD_BLOCKS = [
     (None, ": None", "is not an object"),
-    ({**FORWARD, "backward": {"codec": OTHER_DENSITY}}, ".backward.codec: topk.density: 0.2", "0.1"),
-    (
-        {**FORWARD, "backward": {"codec": OTHER_ROWS}},
-        ".backward.codec: topk.rows: 'tensor' backward with indices 'reuse'",
-        "'sample' in forward 'topk'",
-    ),
+    ({**FORWARD, "backward": OTHER_DENSITY}, ".backward.codec: topk.density: 0.2", "0.1"),
+    ({**FORWARD, "backward": OTHER_ROWS}, ROWS, "'sample' in forward 'topk'"),
     ({**FORWARD, "backward": SPLIT}, ".backward.feedback: 'ef_mixed' cannot split", ""),
     ({"forward": {"feedback": "aqsgd"}, "boundaries": {"1": PER_BATCH}}, "", "want different sample ids"),
     ({"warmup_epochs": 1, "warmup_steps": 5}, ".warmup_epochs: 1 came", "use one"),
     ({"seed": 1, "eval": "x", "min_numel": "y"}, ".eval: 'x'", "(and 1 more)"),
-    (
-        {"link": {"memory_gb": 2.0}},
-        ".link.memory_gb: 2 limits depth 'auto', but depth is 1",
-        "use depth 'auto'",
-    ),
+    (MEMORY, ".link.memory_gb: 2 limits depth 'auto', but depth is 1", "use depth 'auto'"),
     ({**AUTO, "link": {"memory_gb": 2.0, "depth": 3}}, ".link.memory_gb: 2 limits depth 'auto', but", ""),
     ({**LOSSY, "guard": {"every": 0, "action": "stop"}}, ".guard.action: 'stop'", "with guard.every 0"),
     ({"quality": "safe"}, ".quality: 'safe' is not allowed with no recipe 'auto'; allowed: a", ""),
@@ -141,14 +104,16 @@ BAD_BLOCKS = [
 
 @pytest.mark.parametrize("path, value, start, inside", BAD)
 def test_bad_value(path, value, start, inside):
-    assert_refused(block_with(path, value), f".{path}{start}", inside)
+    test_bad_block(put({}, tuple(path.split(".")), value), f".{path}{start}", inside)
 
 
 @pytest.mark.parametrize("block, start, inside", BAD_BLOCKS)
 def test_bad_block(block, start, inside):
-    assert_refused(block, start, inside)
-
-
-def assert_refused(block, start, inside):
     message = refusal(Config, block)
     assert message.startswith(f"ds_compress{start}") and inside in message
+
+
+@pytest.mark.parametrize("word", [word for word in REMOVED if word.isidentifier()])
+def test_what_was_removed_is_refused_with_what_to_use(word):
+    line = refusal(Config, {"replicas": {word: 1}})
+    assert line.startswith(f"ds_compress.replicas.{word}: unknown key (removed: {REMOVED[word]}); allowed: ")

@@ -10,29 +10,14 @@ from ds_compress.cli import main
 from ds_compress.cli.check import message_sizes, read_block
 from ds_compress.codec import CODECS, TensorSpec
 from ds_compress.config import Config
-from ds_compress.errors import CompressionError
 from tests.support.refusals import refusal
-
-
-def test_documented_block_is_accepted():
-    block = json.loads("""{
-      "forward":  {"codec": {"name": "quantize", "bits": 4, "group_size": 128, "hadamard": true}},
-      "backward": {"codec": {"name": "topk", "density": 0.1, "indices": "reuse"}, "feedback": "none"},
-      "boundaries": {"0": {"forward": {"codec": "none"}}},
-      "warmup_steps": 100, "eval": "compressed",
-      "min_numel": 4096, "link": {"mode": "eager"}, "monitor": {"every": 10}, "seed": 1234
-    }""")
-    config = Config(block)
-    assert config.in_force.codecs(0).forward.name == "none"
-    assert config.in_force.codecs(1).forward.settings["bits"] == 4
-    json.dumps(config.settings)
 
 
 def test_boundary_keeps_what_it_does_not_change():
     own = {"1": {"forward": {"codec": "fp16"}}}
     config = Config({"forward": {"codec": "topk"}, "backward": {"codec": "bf16"}, "boundaries": own})
-    assert [config.in_force.codecs(b).forward.name for b in (0, 1, 2)] == ["topk", "fp16", "topk"]
-    assert [config.in_force.codecs(b).backward.name for b in (0, 1, 2)] == ["bf16"] * 3
+    names = [(codecs.forward.name, codecs.backward.name) for codecs in map(config.in_force.codecs, range(3))]
+    assert names == [("topk", "bf16"), ("fp16", "bf16"), ("topk", "bf16")]
 
 
 def test_codecs_are_built_once(monkeypatch):
@@ -72,20 +57,17 @@ def test_reuse_takes_density_and_rows_of_forward():
 def test_boundaries_must_exist():
     config = Config({"boundaries": {"2": {"forward": {"codec": "bf16"}}}})
     config.in_force.check_boundaries(3)
-    with pytest.raises(CompressionError, match=r'boundaries.2: there is no such boundary; allowed: "0", "1"'):
-        config.in_force.check_boundaries(2)
-    with pytest.raises(CompressionError, match="a pipeline of one stage has no boundary"):
-        config.in_force.check_boundaries(0)
+    line = refusal(config.in_force.check_boundaries, 2)
+    assert 'boundaries.2: there is no such boundary; allowed: "0", "1"' in line
+    assert "a pipeline of one stage has no boundary" in refusal(config.in_force.check_boundaries, 0)
 
 
 def test_reuse_without_a_selection_is_said_once_with_its_path():
     reuse = {"codec": {"name": "topk", "density": 0.1, "indices": "reuse"}}
     own = {"1": {"forward": {"codec": "quantize"}}}
     config = Config({"forward": {"codec": "topk"}, "backward": reuse, "boundaries": own})
-    assert list(config.notes) == [
-        "ds_compress.boundaries.1.backward.codec: indices 'reuse' finds nothing to reuse, "
-        "'quantize' selects no entries; using 'auto'"
-    ]
+    line = "indices 'reuse' finds nothing to reuse, 'quantize' selects no entries; using 'auto'"
+    assert list(config.notes) == [f"ds_compress.boundaries.1.backward.codec: {line}"]
     assert config.in_force.codecs(1).backward.settings["indices"] == "auto"
     assert config.in_force.codecs(0).backward.settings["indices"] == "reuse"
 
@@ -104,11 +86,14 @@ LOSSY = {"forward": {"codec": "quantize"}}
 WITH_EF = {"forward": {"codec": "quantize", "feedback": "ef"}}
 BACKWARD = {"backward": {"codec": "topk"}}
 IDLE = {"codec": "none", "feedback": "ef"}
-LOSSLESS = {"forward": {"codec": "lossless"}}
-TWO_BITS = {"forward": {"codec": {"name": "quantize", "bits": 2}}}
+IDLE_AT_1 = {"1": {"backward": IDLE}}
+TWO_BITS = {"name": "quantize", "bits": 2}
 RANDOM = {"name": "randomk", "density": 0.1}
 AQSGD = {"name": "aqsgd", "scope": "micro_batch", "batch_dim": 1}
+BESIDE = "beside randomk(density=0.1), which drops all other entries"
+WITH_SCOPE = "has no effect with scope 'micro_batch'"
 ACCORDION = {"name": "accordion", "forward": {"bits": [8, 4]}}
+SET_BY_POLICY = {"forward": {"codec": TWO_BITS}, "policy": ACCORDION}
 NO_WATCH = {"guard": {"every": 0, "error": 0.1}, "monitor": {"every": 0}}
 
 UNUSED = [
@@ -119,29 +104,19 @@ UNUSED = [
     ({**BACKWARD, "eval": "compressed"}, "eval: 'compressed'", "activations"),
     ({**WITH_EF, "state_check_every": 5}, "state_check_every: 5", "no feedback mirrors its state"),
     ({"forward": IDLE}, "forward.feedback: 'ef'", "its codec is 'none'"),
-    (
-        {"boundaries": {"1": {"backward": IDLE}}},
-        "boundaries.1.backward.feedback: 'ef'",
-        "its codec is 'none'",
-    ),
+    ({"boundaries": IDLE_AT_1}, "boundaries.1.backward.feedback: 'ef'", "its codec is 'none'"),
     ({**LOSSY, "guard": {"loss": 0.1, "every": 0}}, "guard.loss: 0.1", "guard.every is 0"),
     ({**WITH_EF, "guard": {"loss": 0.1}}, "guard.loss: 0.1", "activations have a feedback"),
     ({**BACKWARD, "guard": {"loss": 0.1}}, "guard.loss: 0.1", "no codec of act"),
     ({**LOSSY, "guard": {"residual": 9.0}}, "guard.residual: 9.0", "no feedback keeps a residual"),
-    ({**LOSSLESS, "guard": {"error": 0.1}}, "guard.error: 0.1", "no codec loses"),
+    ({"forward": {"codec": "lossless"}, "guard": {"error": 0.1}}, "guard.error: 0.1", "no codec loses"),
     ({**LOSSY, **NO_WATCH}, "guard.error: 0.1", "guard.every and monitor.every are 0"),
-    ({**TWO_BITS, "policy": ACCORDION}, "forward.codec.bits: 2", "policy 'accordion' sets it to 8, 4"),
+    (SET_BY_POLICY, "forward.codec.bits: 2", "policy 'accordion' sets it to 8, 4"),
 ]
 NOTED = [
     *((block, f"{option} has no effect: {reason}") for block, option, reason in UNUSED),
-    (
-        {"replicas": {"codec": RANDOM}},
-        "replicas.feedback: 'none' beside randomk(density=0.1), which drops all other entries",
-    ),
-    (
-        {"forward": {"codec": "bf16", "feedback": AQSGD}},
-        "forward.feedback.batch_dim: 1 has no effect with scope 'micro_batch'",
-    ),
+    ({"replicas": {"codec": RANDOM}}, f"replicas.feedback: 'none' {BESIDE}"),
+    ({"forward": {"codec": "bf16", "feedback": AQSGD}}, f"forward.feedback.batch_dim: 1 {WITH_SCOPE}"),
 ]
 
 USED = [
@@ -182,7 +157,6 @@ def test_check_prints_the_notes(tmp_path, capsys):
 
 
 BIASED = {"name": "entropy", "bits": 2}
-UNBIASED = {"name": "quantize", "bits": 2, "rounding": "stochastic"}
 
 
 @pytest.mark.parametrize("feedback", ["ef", "ef21", "loco"])
@@ -202,7 +176,7 @@ def test_a_feedback_beside_a_coarse_biased_codec_of_gradients_is_warned_of(feedb
         {"forward": {"codec": BIASED, "feedback": "ef"}},
         {"backward": {"codec": BIASED}},
         {"backward": {"codec": {"name": "quantize", "bits": 8}, "feedback": "ef"}},
-        {"backward": {"codec": UNBIASED, "feedback": "ef"}},
+        {"backward": {"codec": {**TWO_BITS, "rounding": "stochastic"}, "feedback": "ef"}},
     ],
 )
 def test_other_feedbacks_are_not_warned_of(block):
@@ -226,13 +200,7 @@ def test_a_round_is_applied_before_the_next_one_begins(every, delay):
 
 FILES = {
     "plain": '{"train_batch_size": 1, "ds_compress": {"seed": 1}}',
-    "comments": """{
-        // of one line
-        # of the other kind
-        "train_batch_size": 1, /* of several
-        lines */
-        "ds_compress": {"seed": 1}
-    }""",
+    "comments": '{// one\n# other\n"train_batch_size": 1, /* several\nlines */ "ds_compress": {"seed": 1}}',
     "trailing commas": '{"train_batch_size": 1, "ds_compress": {"seed": 1,},}',
     "no quotes": "{train_batch_size: 1\nds_compress: {seed: 1}}",
     "no braces": 'train_batch_size: 1\n"ds_compress": {"seed": 1}',
@@ -248,23 +216,17 @@ FILES = {
 }
 
 
-def outcome(read):
-    try:
-        return read()
-    except (ValueError, RecursionError, TypeError, KeyError, AttributeError, AssertionError) as error:
-        return type(error)
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_read_as_deepspeed_does(tmp_path, name):
     """Comments once were refused here and accepted there, keys that come twice the other way round."""
     file = tmp_path / "ds_config.json"
     file.write_text(FILES[name], errors="surrogateescape")
-    theirs = outcome(lambda: deepspeed.DeepSpeedConfig(str(file))._param_dict["ds_compress"])
-    if isinstance(theirs, dict):
-        assert read_block(file) == theirs
-    else:
+    try:
+        theirs = deepspeed.DeepSpeedConfig(str(file))._param_dict["ds_compress"]
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError, AssertionError):
         assert refusal(read_block, file).startswith(f"{file}: ")
+    else:
+        assert read_block(file) == theirs
 
 
 def test_what_the_corpus_holds(tmp_path):
@@ -273,10 +235,5 @@ def test_what_the_corpus_holds(tmp_path):
     file.write_text(FILES["comments"])
     assert read_block(file) == {"seed": 1}
     file.write_text(FILES["twice inside"])
-    with pytest.raises(CompressionError, match=r"not JSON as DeepSpeed reads it: .*\['seed'\]"):
-        read_block(file)
-
-
-def test_every_recipe_is_plain_json(tmp_path, pytestconfig):
-    for path in (pytestconfig.rootpath / "ds_configs").glob("*.json"):
-        assert read_block(path) == json.loads(path.read_text())["ds_compress"]
+    line = refusal(read_block, file)
+    assert "not JSON as DeepSpeed reads it: " in line and "['seed']" in line

@@ -5,10 +5,13 @@ import torch
 
 from ds_compress.config import Config
 from ds_compress.feedback import FEEDBACKS
-from tests.support.codecs import SETTING_IDS, SETTINGS, FourBits, Pair, error_of, ids, roundtrip, topk
+from tests.support.codecs import DTYPES, SETTINGS, FourBits, Pair, error_of, ids, roundtrip, topk
+
+STATES = ("ef", "ef21", "ef_mixed", "loco")
+EACH_STATE = pytest.mark.parametrize("feedback", STATES)
 
 
-@pytest.mark.parametrize("feedback", ["ef", "ef21", "ef_mixed", "loco"])
+@EACH_STATE
 def test_the_mean_of_the_messages_approaches_a_repeated_input(feedback):
     """Plain top-k never sends small entries; with feedback the mean of messages approaches the input."""
     x = torch.arange(1.0, 11)
@@ -18,7 +21,7 @@ def test_the_mean_of_the_messages_approaches_a_repeated_input(feedback):
     assert error_of(topk(0.3), x) > 0.5
 
 
-@pytest.mark.parametrize("feedback", ["ef", "ef21", "ef_mixed", "loco"])
+@EACH_STATE
 def test_evaluation_is_the_plain_codec_and_leaves_no_trace(feedback):
     pair = Pair(topk(0.4), feedback)
     pair(torch.randn(10))
@@ -29,9 +32,9 @@ def test_evaluation_is_the_plain_codec_and_leaves_no_trace(feedback):
         assert side.keys() == old.keys() and all(torch.equal(side[key], old[key]) for key in old)
 
 
-@pytest.mark.parametrize("feedback", ["ef", "ef21", "ef_mixed", "loco"])
+@EACH_STATE
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-@pytest.mark.parametrize("codec", SETTINGS, ids=SETTING_IDS)
+@pytest.mark.parametrize("codec", SETTINGS, ids=str)
 @pytest.mark.parametrize("width", [20, 24])  # of whole groups, or not
 def test_what_is_not_finite_is_seen_and_forgotten(width, codec, feedback, bad):
     """With a codec that has one pass for a message and its state: the group; with others, the message."""
@@ -56,7 +59,7 @@ def test_what_is_not_finite_is_seen_and_forgotten(width, codec, feedback, bad):
             assert torch.equal(kept, torch.where(own, as_before, as_after))
 
 
-@pytest.mark.parametrize("feedback", ["ef", "ef21", "ef_mixed", "loco"])
+@EACH_STATE
 def test_the_loss_scale_does_not_matter(feedback):
     """Gradients times a power of two give messages times that power, also when it changes between them."""
     torch.manual_seed(0)
@@ -66,16 +69,15 @@ def test_the_loss_scale_does_not_matter(feedback):
         assert torch.equal(scaled(x * scale, loss_scale=scale, step=step), plain(x, step=step) * scale)
 
 
-def test_sums_beyond_fp16_saturate():
+@EACH_STATE
+def test_sums_beyond_fp16_saturate(feedback):
     """Two finite messages whose sum or difference fp16 cannot hold must not look like an overflow."""
-    x = torch.full((4,), 60000.0, dtype=torch.float16)
-    for feedback in ("ef", "ef21", "loco", "ef_mixed"):
-        pair = Pair(topk(0.25), feedback)
-        for sign in (1, 1, -1, 1, -1, -1, 1):
-            assert pair(sign * x).isfinite().all()
+    x, pair = torch.full((4,), 60000.0, dtype=torch.float16), Pair(topk(0.25), feedback)
+    for sign in (1, 1, -1, 1, -1, -1, 1):
+        assert pair(sign * x).isfinite().all()
 
 
-@pytest.mark.parametrize("feedback", ["ef", "ef21", "ef_mixed", "loco"])
+@EACH_STATE
 def test_messages_of_another_shape(feedback, caplog):
     """Alternating shapes have a state each, as if each had a channel, or start anew with a warning."""
     shapes = [(4, 6), (2, 6), (4, 6), (2, 6)]
@@ -130,11 +132,9 @@ def test_settings_and_name_show_the_feedback():
     assert "feedback" not in codecs.settings["backward"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(0,), (1,), (0, 3), (2, 1), (3, 7, 5)], ids=str)
-@pytest.mark.parametrize(
-    "codec", [topk(0.3), {"name": "quantize", "group_size": 8}, "none"], ids=lambda c: str(c)[:9]
-)
+@pytest.mark.parametrize("codec", [topk(0.3), {"name": "quantize", "group_size": 8}, "none"], ids=str)
 @pytest.mark.parametrize("feedback", FEEDBACKS.names())
 def test_any_shape_and_dtype(feedback, codec, shape, dtype):
     torch.manual_seed(0)
@@ -147,9 +147,7 @@ def test_any_shape_and_dtype(feedback, codec, shape, dtype):
             torch.testing.assert_close(arrived, x, atol=2e-2, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "feedback", ["ef", "ef21", "ef_mixed", "loco", {"name": "aqsgd", "first_visit": "bf16"}], ids=str
-)
+@pytest.mark.parametrize("feedback", [*STATES, {"name": "aqsgd", "first_visit": "bf16"}], ids=str)
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 def test_scale(feedback, size):
     """Messages times a number give messages times that number, up to rounding, wherever fp32 reaches."""

@@ -10,23 +10,16 @@ from ds_compress.config import Config
 from ds_compress.feedback import FEEDBACKS
 from ds_compress.kernels import native
 from ds_compress.kernels.backends import cpu
-from tests.support.codecs import INPUTS, SETTING_IDS, SETTINGS, FourBits, Pair, assert_same_bits, topk
+from tests.support.codecs import DTYPES, INPUTS, SETTINGS, FourBits, Pair, assert_same_bits, topk
 
 EF21 = [[4, 0, 0, 0], [1, 0, 0, 0], [1, 0, -3, 0]]
+EF = [[4, 0, 0, 0], [0, 0, 4, 0], [0, 0, -3, 0]], [[0, 3, 2, 1], [1, 1, 0, 1], [1, 2, 0, 3]]
+MIXED = [[4, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]], [[0, 3, 2, 1], [1, 0, 4, 1], [1, 1, 0, 3]]
 
 
 @pytest.mark.parametrize(
     "feedback, density, messages, states",
-    [
-        ("ef", 0.25, [[4, 0, 0, 0], [0, 0, 4, 0], [0, 0, -3, 0]], [[0, 3, 2, 1], [1, 1, 0, 1], [1, 2, 0, 3]]),
-        ("ef21", 0.25, EF21, EF21),
-        (
-            "ef_mixed",
-            0.5,
-            [[4, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]],
-            [[0, 3, 2, 1], [1, 0, 4, 1], [1, 1, 0, 3]],
-        ),
-    ],
+    [("ef", 0.25, *EF), ("ef21", 0.25, EF21, EF21), ("ef_mixed", 0.5, *MIXED)],
 )
 def test_golden(feedback, density, messages, states):
     pair = Pair(topk(density), feedback)
@@ -34,13 +27,15 @@ def test_golden(feedback, density, messages, states):
         assert pair(x).tolist() == message and pair.state().tolist() == state
 
 
+LAST = [0.0237, 0.0712, 0.0366, -0.0506]
+
+
 @pytest.mark.parametrize("dtype, tolerance", [("fp32", 6e-5), ("int8", 4e-3)])
 def test_loco_golden(dtype, tolerance):
     feedback = FEEDBACKS.build({"name": "loco", "dtype": dtype}, "feedback")
     pair = Pair("none", "none")
     pair.codec = feedback.wrap(FourBits())
-    residuals = [[0, 0.0286, 0.0571, -0.0286], [0.0237, 0.04, 0.0457, -0.0286]]
-    residuals += [[0.0237, 0.0712, 0.0366, -0.0506]]
+    residuals = [[0, 0.0286, 0.0571, -0.0286], [0.0237, 0.04, 0.0457, -0.0286], LAST]
     messages = [[4, 2.8571, 1.7143, 1.1429], [0.8816, -2.0571, 2.0571, 0], [0, 0.8441, -2.9543, 2.1102]]
     # 3.5 steps of 4/7 lie between two codes: the golden vector's arithmetic took the lower one
     inputs = INPUTS.clone()
@@ -51,7 +46,12 @@ def test_loco_golden(dtype, tolerance):
         torch.testing.assert_close(state, torch.tensor(residual), atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("codec", SETTINGS, ids=SETTING_IDS)
+DITHERED = [{"name": "quantize", "bits": 3, "group_size": 8, "rounding": "dither"}]
+DITHERED += [{"name": "entropy", "bits": 2, "rounding": "dither"}]
+"""Receivers draw what senders drew, wherever a feedback encodes and decodes."""
+
+
+@pytest.mark.parametrize("codec", [*SETTINGS, *DITHERED], ids=str)
 @pytest.mark.parametrize("feedback", ["ef", "ef_mixed"])
 @pytest.mark.parametrize("scope", ["boundary", "micro_batch"])
 def test_what_was_sent_and_what_is_left_add_up(codec, feedback, scope):
@@ -79,7 +79,7 @@ def test_ef21_of_a_constant_is_exact_after_all_entries_were_sent(numel, density,
 
 def test_ef21_sides_stay_equal():
     torch.manual_seed(0)
-    for codec in SETTINGS:
+    for codec in (*SETTINGS, *DITHERED):
         for dtype in ("fp32", "bf16"):
             pair = Pair(codec, {"name": "ef21", "dtype": dtype, "scope": "micro_batch"})
             for i in range(50):
@@ -172,40 +172,32 @@ FEEDBACK = [
     {"name": "loco", "reset_every": 3},
     {"name": "loco", "beta": 0.0, "dtype": "fp32"},
 ]
-OPTIONS = [
-    {"bits": 4},
-    {"bits": 8, "group_size": 64},
-    {"bits": 3, "hadamard": True},
-    {"bits": 2, "hadamard": True},
-    {"rounding": "stochastic"},
-]
+OPTIONS = [{"bits": 8, "group_size": 64}, {"rounding": "stochastic"}]
+OPTIONS += [{"bits": bits, "hadamard": bits < 4} for bits in (2, 3, 4)]
 
 
-def messages(codec, shape, dtype, loss_scale):
-    """What crosses in four messages, and what both sides keep at the end."""
-    sender, receiver = {}, {}
-    for step in range(4):
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(step)).to(dtype)
-        place = {"step": step, "loss_scale": loss_scale}
-        parts = codec.encode(x, Context(**place, memory=sender))
-        yield from parts
-        yield codec.decode(parts, TensorSpec.of(x), Context(**place, memory=receiver))
-    for memory in (sender, receiver):
-        yield from memory.values()
+def assert_alike(one, other, messages, **place):
+    """Two pairs send the same bits of each two messages, decode them alike and keep the same of them."""
+    for step, both in enumerate(messages):
+        ours, theirs = (
+            [pair(x, step=step, **place), *pair.parts, *pair.sender.values(), *pair.receiver.values()]
+            for pair, x in zip((one, other), both)
+        )
+        assert_same_bits(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("feedback", FEEDBACK, ids=str)
 @pytest.mark.parametrize("shape", [(3, 50, 37), (64, 96)], ids=str)
 def test_passes_of_a_codec_change_nothing(feedback, options, dtype, shape, monkeypatch):
     monkeypatch.setattr(native, "LONG", 0)
-    codec = build({"name": "quantize", **options})
-    fused, in_steps = (FEEDBACKS.build(feedback, "feedback").wrap(codec) for _ in range(2))
-    in_steps._fused = None
-    assert fused._fused is codec
     for loss_scale in (1.0, 1000.0):
-        assert_same_bits(*(list(messages(each, shape, dtype, loss_scale)) for each in (fused, in_steps)))
+        fused, in_steps = (Pair({"name": "quantize", **options}, feedback) for _ in range(2))
+        in_steps.codec._fused = None
+        assert fused.codec._fused is fused.codec.codec
+        messages = torch.randn(4, *shape).to(dtype)
+        assert_alike(fused, in_steps, zip(messages, messages), loss_scale=loss_scale)
 
 
 @pytest.mark.parametrize("feedback", ["ef", "ef21", "loco"])
@@ -235,8 +227,4 @@ def test_messages_that_are_not_contiguous(feedback, long, monkeypatch):
     """ef21 took them for rows where C++ does not serve."""
     monkeypatch.setattr(native, "LONG", long)
     turned, plain = Pair("quantize", feedback), Pair("quantize", feedback)
-    for step in range(3):
-        x = torch.randn((16, 8, 256), generator=torch.Generator().manual_seed(step)).transpose(0, 1)
-        assert_same_bits([turned(x, step=step)], [plain(x.contiguous(), step=step)])
-        assert_same_bits(turned.parts, plain.parts)
-        assert_same_bits(turned.sender.values(), plain.sender.values())
+    assert_alike(turned, plain, ((x, x.contiguous()) for x in torch.randn(3, 16, 8, 256).transpose(1, 2)))

@@ -1,4 +1,6 @@
-"""AQ-SGD: a buffer for each sample, found by its id, equal on both ends; first visits."""
+"""AQ-SGD: a buffer for each sample, found by its id, equal on both ends; first visits; room for buffers."""
+
+import logging
 
 import pytest
 import torch
@@ -8,11 +10,12 @@ from hypothesis import strategies as st
 from ds_compress.cli.check import message_sizes
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.config import Config
-from ds_compress.errors import CompressionError
+from ds_compress.feedback.aqsgd import sample_codec
 from ds_compress.feedback.aqsgd.sample_ids import SampleIds
 from ds_compress.message.channel import Boundary
 from tests.support.codecs import INPUTS, Pair, ids, roundtrip, topk
-from tests.support.pipeline import batches, ds_config, layers, simulated, train_step
+from tests.support.pipeline import alike, batches, ds_config, layers, simulated, train_step
+from tests.support.refusals import refusal
 
 AQ = {"name": "aqsgd", "dtype": "fp32", "first_visit": "none"}
 
@@ -48,8 +51,8 @@ def test_aqsgd_stores_are_alike(device, dtype):
         for first in range(0, 8, 2):
             x, two = torch.randn(2, 3, 5), ids(first, first + 1)
             assert torch.equal(pair(x, sample_ids=two), plain(x, sample_ids=two))
-    assert [*pair.sender.values()][0].dtype == (torch.float32 if dtype == "fp32" else torch.bfloat16)
-    assert sum(row.nbytes for row in pair.sender.values()) == 8 * 15 * (4 if dtype == "fp32" else 2)
+    stored = torch.float32 if dtype == "fp32" else torch.bfloat16
+    assert [(row.numel(), row.dtype) for row in pair.sender.values()] == [(15, stored)] * 8
     assert pair.in_step()
 
 
@@ -94,15 +97,12 @@ def test_aqsgd_warm_up_evaluation_and_shapes(caplog):
 
 
 def test_aqsgd_refusals():
-    pair = Pair("bf16", AQ)
-    with pytest.raises(
-        CompressionError, match="3 sample ids came with a message of shape .2, 8., expected 2"
-    ):
-        pair(torch.randn(2, 8), sample_ids=ids(1, 2, 3))
-    pair(torch.randn(2, 8), sample_ids=ids(1, 2))
+    pair, x = Pair("bf16", AQ), torch.randn(2, 8)
+    line = refusal(pair, x, sample_ids=ids(1, 2, 3))
+    assert "3 sample ids came with a message of shape [2, 8], expected 2" in line
+    pair(x, sample_ids=ids(1, 2))
     pair.receiver.clear()
-    with pytest.raises(CompressionError, match="the receiver does not"):
-        pair(torch.randn(2, 8), sample_ids=ids(1, 2))
+    assert "the receiver does not" in refusal(pair, x, sample_ids=ids(1, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
@@ -130,32 +130,21 @@ def test_columns_and_batches():
     assert together.of(batch).shape == (1,)
     assert together.of(batch) != together.of((*batch[:2], batch[2].flip(0)))
     for bad in (0, 1, 3):
-        with pytest.raises(CompressionError, match=f"aqsgd.ids.column: {bad} of the data"):
-            SampleIds(column=bad).of(batch)
+        assert f"aqsgd.ids.column: {bad} of the data" in refusal(SampleIds(column=bad).of, batch)
 
 
 def test_counts():
     specs = [TensorSpec((7,), torch.int64), TensorSpec((5, 3, 2), torch.float32)]
     assert SampleIds().count(specs) == 5 and SampleIds(dim=1).count(specs) == 3
     assert SampleIds(per_batch=True).count(specs) == 1
-    with pytest.raises(CompressionError, match="has no dimension 3"):
-        SampleIds(dim=3).count(specs)
+    assert "has no dimension 3" in refusal(SampleIds(dim=3).count, specs)
 
 
 TWO = {"name": "quantize", "bits": 2, "group_size": 128, "hadamard": True}
 FOUR = {**TWO, "bits": 4}
-CODECS = {
-    "2 bits": TWO,
-    "topk": topk(0.1),
-    "dither": {**TWO, "rounding": "dither"},
-    "entropy with dither": {"name": "entropy", "bits": 2, "rounding": "dither"},
-}
-FIRSTS = {
-    "4 bits": FOUR,
-    "4 bits with dither": {**FOUR, "rounding": "dither"},
-    "8 bits": {"name": "quantize", "bits": 8, "group_size": 32},
-    "bf16": "bf16",
-}
+DITHER = {"rounding": "dither"}
+CODECS = [TWO, topk(0.1), {**TWO, **DITHER}, {"name": "entropy", "bits": 2, **DITHER}]
+FIRSTS = [FOUR, {**FOUR, **DITHER}, {"name": "quantize", "bits": 8, "group_size": 32}, "bf16"]
 
 
 def crossed(codec, x, step):
@@ -184,35 +173,26 @@ class ReferenceBuffers:
         return old + change, taken + more
 
 
-class Weighed(Pair):
-    """Knows what its last message took, without the flags."""
-
-    def __call__(self, x, **changes):
-        arrived = super().__call__(x, **changes)
-        self.second = sum(part.nbytes for part in self.extra)
-        self.taken = sum(part.nbytes for part in self.parts[:-1]) + self.second
-        return arrived
-
-
 @settings(deadline=None, max_examples=40)
 @given(
-    codec=st.sampled_from(list(CODECS)),
-    first=st.sampled_from(list(FIRSTS)),
+    codec=st.sampled_from(CODECS),
+    first=st.sampled_from(FIRSTS),
     visits=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True), min_size=1, max_size=6),
     width=st.sampled_from([1, 7, 128, 200]),
 )
 def test_messages_are_as_described(codec, first, visits, width):
     """Both sides have the buffers of the reference; no message is larger than all first visits."""
     torch.manual_seed(0)
-    pair = Weighed(CODECS[codec], {"name": "aqsgd", "dtype": "fp32", "first_visit": FIRSTS[first]})
-    reference = ReferenceBuffers(CODECS[codec], FIRSTS[first])
+    pair = Pair(codec, {"name": "aqsgd", "dtype": "fp32", "first_visit": first})
+    reference = ReferenceBuffers(codec, first)
     for step, numbers in enumerate(visits):
         x = torch.randn(len(numbers), width)
         expected, taken = reference(x, numbers, step)
         assert torch.equal(pair(x, sample_ids=ids(*numbers), step=step), expected)
         largest = pair.codec.largest_extra_payload(TensorSpec.of(x))
-        assert pair.taken == taken
-        assert pair.second <= sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in largest)
+        second = sum(part.nbytes for part in pair.extra)
+        assert second + sum(part.nbytes for part in pair.parts[:-1]) == taken  # without the flags
+        assert second <= sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in largest)
         assert pair.in_step()
     assert {f"{number:016x}" for number in reference.buffers} == {key[-16:] for key in pair.sender}
     assert all(torch.equal(pair.state_of(number), row) for number, row in reference.buffers.items())
@@ -290,7 +270,40 @@ def test_a_visit_that_is_not_finite_is_seen_and_forgotten(first):
 def test_a_gradient_can_follow_the_selection_of_a_first_visit():
     """So the codec of the messages is sent with first visits, too."""
     backward = {"codec": {"name": "topk", "indices": "reuse"}}
-    forward = {"codec": topk(0.1), "feedback": {"name": "aqsgd"}}
-    config = ds_config({"forward": forward, "backward": backward, "min_numel": 0})
+    config = ds_config(alike(topk(0.1), "aqsgd", backward=backward, min_numel=0))
     model, data = simulated(layers(), config, [4]), batches()
     assert all(train_step(model, data) > 0 for _ in range(2))
+
+
+WIDTH = 16
+
+
+@pytest.mark.parametrize("device", ["none", "cpu"])
+def test_more_samples_than_the_memory_has_room_for_end_the_run(device):
+    """Samples beyond it got no buffer, and were sent as first visits for ever, without a word."""
+    options = {"name": "aqsgd", "max_gb": 3.5 * 2 * WIDTH / 1e9, "offload": {"device": device}}
+    pair = Pair(topk(0.25), options)
+    for numbers in ((1, 2), (2, 3), (3, 1)):
+        pair(torch.randn(2, WIDTH), sample_ids=ids(*numbers))
+    line = "aqsgd.max_gb: 1.12e-07 GB are not enough for the buffers of 4 samples of 32 bytes; give more, or"
+    assert line in refusal(pair, torch.randn(2, WIDTH), sample_ids=ids(1, 4)) and pair.in_step()
+
+
+@pytest.mark.parametrize(
+    "options, advice",
+    [
+        ({}, 'inputs are augmented, and "ids": {"column": 2} finds them again'),
+        ({"ids": {"column": 1}}, "look at `ids`"),
+    ],
+)
+def test_samples_that_never_return_are_said_once(options, advice, monkeypatch, caplog):
+    monkeypatch.setattr(sample_codec, "NO_HITS", 3)
+    caplog.set_level(logging.WARNING, "ds_compress")
+    strange, calm = (Pair(topk(0.25), {"name": "aqsgd", **options}) for _ in range(2))
+    for number in range(9):
+        calm(torch.randn(2, WIDTH), sample_ids=ids(number, number // 2 - 1))
+    assert not caplog.records, "one of all samples came back"
+    for number in range(9):
+        strange(torch.randn(2, WIDTH), sample_ids=ids(number, 100 + number))
+    assert len(caplog.records) == 1
+    assert "in 3 messages no sample came a second time" in caplog.text and advice in caplog.text

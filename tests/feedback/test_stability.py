@@ -11,32 +11,29 @@ from ds_compress.codec import CODECS, TYPICAL, Context, TensorSpec, build
 from ds_compress.codecs.mixins import ReusesForwardIndices
 from ds_compress.config import Config
 from ds_compress.feedback import FEEDBACKS
-from ds_compress.kernels.quantize.hadamard import diagonal, key_of
+from ds_compress.kernels.quantize.hadamard import key_of, rotate
+from ds_compress.testing import settings_of
 from tests.support.codecs import Pair, topk
 from tests.support.refusals import refusal
 
 LOCO = {"name": "loco", "dtype": "fp32", "reset_every": 0}
 REUSE = {"name": "topk", "indices": "reuse"}
-CPU = torch.device("cpu")
 SHAPES = [(), (5,), (3, 7), (2, 3, 11), (2, 2, 3, 5), (2, 1, 3, 2, 13)]
 SETTINGS = [
     *({"name": "quantize", "bits": bits, "group_size": 16} for bits in (2, 3, 8)),
     *({"name": "quantize", "bits": bits, "hadamard": True, "group_size": 16} for bits in (2, 3, 4)),
     {"name": "quantize", "bits": 4, "rounding": "stochastic", "group_size": 16},
     *({"name": "minmax", "bits": bits} for bits in (2, 4)),
-    {"name": "topk", "density": 0.3},
-    {"name": "topk", "density": 0.3, "values": {"name": "quantize", "bits": 4}},
+    *(topk(0.3), {**topk(0.3), "values": {"name": "quantize", "bits": 4}}),
     {"name": "randomk", "density": 0.3},
-    "fp8",
-    "bf16",
-    "fp16",
+    *("fp8", "bf16", "fp16"),
 ]
 LONG = [{"name": "quantize", "bits": 2, "hadamard": True, "group_size": 16}, topk(0.3)]
-SYLVESTER = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(16)] for i in range(16)]).double()
+SLOW = [pytest.param(choice, 5000, marks=pytest.mark.slow) for choice in LONG]
 
 
 def name_of(choice):
-    return choice if isinstance(choice, str) else "-".join(map(str, choice.values()))
+    return "-".join(map(str, choice.values())) if isinstance(choice, dict) else str(choice)
 
 
 def norm(choice, kind, x):
@@ -47,7 +44,7 @@ def norm(choice, kind, x):
     if isinstance(choice, dict) and choice.get("hadamard"):
         size = choice["group_size"]
         rows = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % size)).view(-1, size)
-        x = (rows * diagonal(size, key_of(0), CPU)) @ SYLVESTER
+        x = rotate(rows.float(), key_of(0))
     return x.abs().max()
 
 
@@ -73,21 +70,12 @@ def test_no_message_loses_more_than_the_declared_part(choice, shape, seed, sprea
 
 
 @pytest.mark.parametrize("feedback", ["ef", LOCO, "ef_mixed"], ids=["ef", "loco", "ef_mixed"])
-@pytest.mark.parametrize(
-    "choice, messages",
-    [
-        *((choice, 100) for choice in SETTINGS),
-        *(pytest.param(choice, 5000, marks=pytest.mark.slow) for choice in LONG),
-    ],
-    ids=lambda value: value if isinstance(value, int) else name_of(value),
-)
+@pytest.mark.parametrize("choice, messages", [*((choice, 100) for choice in SETTINGS), *SLOW], ids=name_of)
 def test_what_is_kept_stays_below_its_bound(choice, messages, feedback):
     """Messages have a direction in common: a residual that is never sent would grow to as many times it."""
-    name = feedback if isinstance(feedback, str) else feedback["name"]
     pair, spec = Pair(choice, feedback), TensorSpec((3, 17), torch.float32)
-    declared = pair.codec.codec.stability(spec)
-    if name == "ef_mixed":
-        declared = pair.codec.parts[1].stability(spec)
+    is_mixed = feedback == "ef_mixed"
+    declared = (pair.codec.parts[1] if is_mixed else pair.codec.codec).stability(spec)
     generator = torch.Generator().manual_seed(0)
     common, kept = torch.randn(spec.shape, generator=generator), 0.0
     stream = common + torch.randn(64, *spec.shape, generator=generator)
@@ -96,23 +84,19 @@ def test_what_is_kept_stays_below_its_bound(choice, messages, feedback):
         pair(stream[i % 64], step=i)
         if i % 50 == 49:
             kept = max(kept, norm(choice, declared.norm, pair.state().view(spec.shape)).item())
-    first_part = largest if name == "ef_mixed" else 0.0  # the input's own part may lose all of it
+    first_part = largest if is_mixed else 0.0  # the input's own part may lose all of it
     bound = (declared.constant * largest + first_part) / (1 - declared.constant)
     random = 2.0 if build(choice).name == "randomk" else 1.0
     assert kept <= random * bound * 1.001 + 1e-6
 
 
 @pytest.mark.parametrize("feedback", ["ef", LOCO], ids=["ef", "loco"])
-@pytest.mark.parametrize(
-    "values", ["raw", {"name": "quantize", "bits": 4, "group_size": 8}], ids=["raw", "quantize"]
-)
+@pytest.mark.parametrize("values", ["raw", {"name": "quantize", "bits": 4, "group_size": 8}], ids=str)
 @pytest.mark.parametrize("mask", ["stable", "moving"])
 def test_what_reuse_leaves_out_is_not_kept(feedback, values, mask):
     """Beside a stable forward mask the residual grew to 36, 338 and 966 times the message."""
-    blocks = {
-        "forward": {"codec": topk(0.2)},
-        "backward": {"codec": {**REUSE, "values": values}, "feedback": feedback},
-    }
+    backward = {"codec": {**REUSE, "values": values}, "feedback": feedback}
+    blocks = {"forward": {"codec": topk(0.2)}, "backward": backward}
     codecs = Config(blocks).in_force.codecs(None)
     memory, generator = {}, torch.Generator().manual_seed(0)
     common, shape = torch.randn(4, 16, generator=generator), (4, 16)
@@ -143,10 +127,7 @@ def test_what_is_refused_holds_back_many_messages():
 
 
 REFUSED = [
-    ({"name": "quantize", "bits": 1}, "ef"),
-    ({"name": "quantize", "bits": 1}, "loco"),
-    ({"name": "quantize", "bits": 1}, "ef_mixed"),
-    ({"name": "quantize", "bits": 1}, "ef21"),
+    *(({"name": "quantize", "bits": 1}, feedback) for feedback in ("ef", "loco", "ef_mixed", "ef21")),
     ({"name": "quantize", "bits": 1, "rounding": "stochastic"}, "ef21"),
     ({"name": "minmax", "bits": 1}, "ef"),
 ]
@@ -175,14 +156,12 @@ def test_a_damped_residual_is_allowed_and_stays_below_its_bound(decay, most):
 
 @pytest.mark.parametrize("feedback", [name for name in FEEDBACKS.names() if name != "aqsgd"])
 def test_every_codec_says_what_it_is(feedback):
-    for name in CODECS.names():
-        for options in CODECS.find(name, "codec").examples:
-            codec = build({"name": name, **options})
-            declared = codec.stability(TYPICAL)
-            assert declared.kind in ("contraction", "unbiased", "neither")
-            # of a code that is learned, or that ends as zeros at worst, no constant is known
-            assert declared.constant < math.inf or name == "entropy"
-            if isinstance(codec, ReusesForwardIndices) and codec.forward_partner() is not None:
-                continue
-            refused = 1 <= FEEDBACKS.build(feedback, "feedback").growth(declared) < math.inf
-            assert not refused
+    for codec in (build(setting) for name in CODECS.names() for setting in settings_of(name)):
+        declared = codec.stability(TYPICAL)
+        assert declared.kind in ("contraction", "unbiased", "neither")
+        # of a code that is learned, or that ends as zeros at worst, no constant is known
+        assert declared.constant < math.inf or codec.name == "entropy"
+        if isinstance(codec, ReusesForwardIndices) and codec.forward_partner() is not None:
+            continue
+        refused = 1 <= FEEDBACKS.build(feedback, "feedback").growth(declared) < math.inf
+        assert not refused

@@ -13,15 +13,10 @@ from ds_compress.codec import Context, TensorSpec
 from ds_compress.config import Config
 from ds_compress.feedback import FEEDBACKS
 from ds_compress.kernels.numerics import as_divisor
+from ds_compress.testing import settings_of
 
 META = torch.device("meta")
-CODECS = [
-    {"name": "quantize", "bits": 4},
-    {"name": "quantize", "bits": 8},
-    {"name": "quantize", "bits": 2, "hadamard": True},
-    {"name": "fp8"},
-    {"name": "minmax"},
-]
+CODECS = [setting for name in ("quantize", "fp8", "minmax") for setting in settings_of(name)]
 
 
 class Inexact(TorchDispatchMode):

@@ -21,12 +21,10 @@ FUNCTIONS = {
 
 def sound(function):
     """Arguments that the function takes."""
-    given = {}
+    given = {name: 1.0 for name, kind in function.arguments.items() if kind is float}
     for name, kind in function.arguments.items():
         if isinstance(kind, range):
             given[name] = 0 if kind == FLAG else 264 if 264 in kind else kind[-1]
-        elif kind is float:
-            given[name] = 1.0
     for name, kind in function.arguments.items():
         if isinstance(kind, Buffer):
             numel = torch.tensor([given.get(dim, dim) for dim in kind.dims]).prod().item()
@@ -35,20 +33,20 @@ def sound(function):
     return given
 
 
-def wrong(name, kind, value):
-    """Arguments in the place of `name` that must be refused, and as what."""
+def wrong(kind, value):
+    """Arguments in the place of `value` that must be refused, and as what."""
     if isinstance(kind, range):
         yield kind.stop, ValueError
         yield kind.start - 1, ValueError
         yield 1.0, TypeError
     elif isinstance(kind, Buffer):
         other = torch.float64 if value.dtype != torch.float64 else torch.float32
-        yield value.to(other), TypeError
-        yield value.to("meta"), TypeError
-        yield value.tolist(), TypeError
-        yield None, TypeError
+        for bad in (value.to(other), value.to("meta"), value.tolist(), None):
+            yield bad, TypeError
         yield torch.stack([value, value], dim=1)[:, 0], ValueError
         yield value[1:].clone(), ValueError
+    else:
+        yield "1", TypeError
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -60,19 +58,15 @@ def test_what_is_not_as_declared_never_reaches_c(name, monkeypatch):
     function = FUNCTIONS[name]
     good = sound(function)
     integers = {key: good[key] for key, kind in function.arguments.items() if isinstance(kind, range)}
-    for argument in integers:
-        for value, error in wrong(argument, function.arguments[argument], good[argument]):
-            with pytest.raises(error, match=f"{function.source}.{name}: {argument}: .* came"):
-                function.bind(**{**integers, argument: value})
     call = function.bind(**integers)
     others = {key: good[key] for key in function.arguments if key not in integers}
-    for argument in others:
-        kind = function.arguments[argument]
-        for value, error in (
-            wrong(argument, kind, good[argument]) if isinstance(kind, Buffer) else [("1", TypeError)]
-        ):
+    for argument, kind in function.arguments.items():
+        for value, error in wrong(kind, good[argument]):
             with pytest.raises(error, match=f"{function.source}.{name}: {argument}: .* came"):
-                call(*{**others, argument: value}.values())
+                if argument in integers:
+                    function.bind(**{**integers, argument: value})
+                else:
+                    call(*{**others, argument: value}.values())
     with pytest.raises(TypeError, match=f"{name}: {len(others) - 1} arguments came"):
         call(*[*others.values()][1:])
     assert not entered
@@ -81,16 +75,12 @@ def test_what_is_not_as_declared_never_reaches_c(name, monkeypatch):
             enter()
 
 
-def test_a_call_needs_to_know_what_sizes_follow_from():
+def test_a_call_needs_to_know_what_sizes_follow_from_and_all_that_is_not_optional():
     function = FUNCTIONS["dequantize_groups"]
     with pytest.raises(TypeError, match="dequantize_groups: .* came, expected at least .*'size'"):
         function.bind(n=3)
     with pytest.raises(TypeError, match="dequantize_groups: .*'depth'.* came"):
         function.bind(**sound(function), depth=3)
-
-
-def test_only_what_is_optional_may_be_left_out():
-    function = FUNCTIONS["dequantize_groups"]
     given = {**sound(function), "diagonal": None}  # groups are rotated only where their size is a power of 2
     function.bind(**given)()
     with pytest.raises(TypeError, match="packed: NoneType came, expected a tensor"):
@@ -133,21 +123,19 @@ def test_the_declaration_is_that_of_the_source(name):
 
 
 def test_wrappers_refuse_what_would_be_written_past_a_buffer(monkeypatch):
-    values = torch.zeros(16, 24)
-    with pytest.raises(ValueError, match="a rotation of 24 values came"):
-        cpu.quantize(values, Grid(4, hadamard=True))
-    with pytest.raises(ValueError, match="size: 20 came"):
-        cpu.quantize(torch.zeros(20, 20), Grid(4))
-    with pytest.raises(ValueError, match="384 values came, expected a multiple of 40"):
-        cpu.quantize(values, Grid(4), size=40)
-    with pytest.raises(ValueError, match="state: 24 entries came, expected 384"):
-        cpu.quantize_change(values, values[:1], 1.0, Grid(4), 24)
-    with pytest.raises(ValueError, match="scales: 2 entries came, expected 3"):
-        codes = values.to(torch.int8), torch.zeros(2)
-        cpu.quantize_with_residual(values, codes, 1.0, 0.0, 1.0, Grid(4), 32)
-    with pytest.raises(ValueError, match="steps: 7 entries came, expected 16"):
-        parts = torch.zeros(16, 12, dtype=torch.uint8), *torch.zeros(2, 7).bfloat16()
-        cpu.dequantize(parts, Grid(4))
+    values, grid = torch.zeros(16, 24), Grid(4)
+    with_codes = values, (values.to(torch.int8), torch.zeros(2)), 1.0, 0.0, 1.0, grid, 32
+    parts = torch.zeros(16, 12, dtype=torch.uint8), *torch.zeros(2, 7).bfloat16()
+    for line, function, *arguments in (
+        ("a rotation of 24 values came", cpu.quantize, values, Grid(4, hadamard=True)),
+        ("size: 20 came", cpu.quantize, torch.zeros(20, 20), grid),
+        ("384 values came, expected a multiple of 40", cpu.quantize, values, grid, None, None, 40),
+        ("state: 24 entries came, expected 384", cpu.quantize_change, values, values[:1], 1.0, grid, 24),
+        ("scales: 2 entries came, expected 3", cpu.quantize_with_residual, *with_codes),
+        ("steps: 7 entries came, expected 16", cpu.dequantize, parts, grid),
+    ):
+        with pytest.raises(ValueError, match=line):
+            function(*arguments)
     monkeypatch.setattr(native, "LONG", 0)
     for index in (-1, 20):
         with pytest.raises(IndexError, match=f"index {index} came, of 20 entries"):

@@ -15,6 +15,7 @@ from ds_compress.kernels.memory import scratch
 from ds_compress.kernels.native import function
 from ds_compress.kernels.quantize.grid import Grid
 from tests.support.codecs import any_grid, assert_same_bits
+from tests.support.kernels import flat, passes, stored
 
 PART = 1 << 14
 NUMEL = 13 * PART // 4
@@ -45,10 +46,6 @@ def alike(threads):
     return check
 
 
-def flat(found):
-    return [found] if isinstance(found, torch.Tensor) else [entry for each in found for entry in flat(each)]
-
-
 def values(size, dtype=torch.float32, special=None, seed=0):
     """[n, size], with something special in the last group alone."""
     x = torch.randn(NUMEL // size, size, generator=torch.Generator().manual_seed(seed)).to(dtype)
@@ -70,17 +67,12 @@ def test_groups(alike, bits, hadamard, size, dtype, special, dither):
     alike(lambda: cpu.dequantize(parts, grid, dtype, dither=dither))
 
 
-@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("store", ["fp32", "int8"])
 @pytest.mark.parametrize("special", [None, torch.inf, torch.nan])
 @pytest.mark.parametrize("size", [32, 128])
-def test_messages_that_follow_a_state(alike, size, special, coded):
+def test_messages_that_follow_a_state(alike, size, special, store):
     x, state, grid = values(size, special=special), values(size, seed=1), Grid(4)
-    kept = cpu.encode_int8(state) if coded else (state,)
-
-    def copied():
-        return tuple(map(torch.clone, kept))
-
-    alike(lambda: cpu.quantize_with_residual(x, copied(), 2.0, 0.75, 0.25, grid, size))
+    alike(lambda: cpu.quantize_with_residual(x, stored(state, store), 2.0, 0.75, 0.25, grid, size))
     alike(lambda: cpu.quantize_change(x, state.clone(), 2.0, grid, size))
     parts = cpu.quantize(x, grid)
     alike(lambda: cpu.dequantize_change(parts, state.clone(), 2.0, grid, torch.float32))
@@ -89,15 +81,11 @@ def test_messages_that_follow_a_state(alike, size, special, coded):
 @pytest.mark.parametrize("special", [None, torch.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_passes_of_feedbacks(alike, dtype, special):
-    x, state = (values(1, dtype, None).flatten() for _ in range(2))
+    x, state = values(1, dtype).flatten(), values(1, seed=1).flatten()
     if special:
         x[-1] = special
-    state = state.float()
-    alike(lambda: cpu.delta(x, state, 2.0))
-    alike(lambda: cpu.update_state(state, x, 2.0))
-    alike(lambda: cpu.is_finite(x))
-    alike(lambda: cpu.add_residual(x, state, 2.0, x.isfinite().all()))
-    alike(lambda: cpu.update_residual(x, state, x, 2.0, 0.3, 0.7))
+    for name, arguments in passes(x, state, 2.0, 0.3).items():
+        alike(lambda: getattr(cpu, name)(*arguments))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -159,8 +147,7 @@ for _ in range(5):
 print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 5)
 """
     environment = {**os.environ, "LOCAL_SIZE": str(ranks)}
-    command = [sys.executable, "-c", code]
-    return float(subprocess.check_output(command, env=environment, text=True))
+    return float(subprocess.check_output([sys.executable, "-c", code], env=environment, text=True))
 
 
 def test_freed_memory_is_kept_where_there_is_enough():

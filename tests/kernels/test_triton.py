@@ -1,5 +1,6 @@
 """The Triton kernels: run here, by the interpreter or on a GPU, and compiled for GPUs that are not here."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -21,30 +22,24 @@ from tests.support.triton import ARCHITECTURES, compile_launch, recorded  # noqa
 HERE = Path(__file__).parent
 
 
-EACH_FILE = pytest.mark.parametrize("name", ["quantize", "entropy"])
-
-
-def run_kernels(name, **environment):
-    file = str(HERE / name / "test_triton.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file]
-    environment = {**os.environ, **environment}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parents[1], env=environment)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+WITHOUT_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
 @pytest.mark.timeout(0)  # it computes all the time, and waits for nothing
-@EACH_FILE
-@pytest.mark.extended
-def test_equal_to_the_reference_under_the_interpreter(name):
-    """Every test of the files, with 8 examples where hypothesis draws them."""
-    run_kernels(name, TRITON_INTERPRET="1", EXAMPLES="8")
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@EACH_FILE
-def test_equal_to_the_reference_on_a_gpu(name):
-    run_kernels(name, TRITON_INTERPRET="0", EXAMPLES="300")
+@pytest.mark.parametrize("name", ["quantize", "entropy"])
+@pytest.mark.parametrize(
+    "interpreted, examples",
+    [pytest.param("1", "8", marks=pytest.mark.extended), pytest.param("0", "300", marks=WITHOUT_GPU)],
+    ids=["interpreter", "GPU"],
+)
+def test_equal_to_the_reference(name, interpreted, examples):
+    """Every test of the files, with so many examples where hypothesis draws them."""
+    file = str(HERE / name / "test_triton.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file]
+    environment = {**os.environ, "TRITON_INTERPRET": interpreted, "EXAMPLES": examples}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parents[1], env=environment)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
 
 
 WIDTHS = (4, 5)
@@ -98,3 +93,52 @@ def rounded_once(ptx):
     signs = set(re.findall(r"selp\.f32\s+(%r\d+), 0f(?:BF800000, 0f3F800000|3F800000, 0fBF800000),", ptx))
     added = re.findall(r"fma\.rn\S*\s+[^,]+, ([^,]+), ([^,]+), [^;]+;", ptx)
     return [factors for factors in added if not signs & set(factors)]
+
+
+DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+WARPS = 4  # of a program, where nothing else is said
+
+LIMITS = {  # at most, for a value: encoding and decoding groups of 128, for sm_90; behind them what it is
+    "8 bits": (Grid(8), torch.float32, 13, 6.5),  # 12.5, 5.9
+    "4 bits": (Grid(4), torch.float32, 13, 7.5),  # 12.6, 6.9
+    "4 bits, bf16": (Grid(4), torch.bfloat16, 14.5, 8),  # 13.9, 7.2
+    "2 bits": (Grid(2), torch.float32, 13, 7.5),  # 12.6, 7.0
+    "4 bits, rotated": (Grid(4, hadamard=True), torch.float32, 23.5, 18.5),  # 22.8, 17.8
+    "4 bits, rotated, bf16": (Grid(4, hadamard=True), torch.bfloat16, 25, 19),  # 24.4, 18.0
+}
+
+
+def instructions(launch, folder):
+    """For a value of a launch, on the way that values take which are no special case."""
+    kernel, args, named = launch
+    file = folder / "kernel.cubin"
+    file.write_bytes(compile_launch(kernel, args, named, 90).asm["cubin"])
+    text = subprocess.run([DISASSEMBLER, "-c", file], capture_output=True, text=True, check=True).stdout
+    count, target = 0, None
+    for label, line in re.findall(r"^(\.L\w+):$|^\s+/\*[0-9a-f]{4,}\*/\s+(.*)$", text, re.M):
+        target = None if label == target else target
+        if line and target is None:
+            count += 1
+            over = re.match(r"@!?U?P\d BRA `\((\.L\w+)\)", line)  # branches lead over special cases
+            target = over and over[1]
+        if line.startswith("EXIT"):
+            break
+    threads = 32 * named.get("num_warps", WARPS)
+    return count * threads / (named["ROWS"] * named["TILES"] * named["WIDTH"])
+
+
+@pytest.mark.skipif(not DISASSEMBLER.exists(), reason="this Triton came without nvdisasm")
+@pytest.mark.parametrize("grid, dtype, most_to_encode, most_to_decode", LIMITS.values(), ids=LIMITS)
+@pytest.mark.extended
+def test_few_instructions_stand_between_a_load_and_a_store(
+    grid, dtype, most_to_encode, most_to_decode, monkeypatch, tmp_path
+):
+    """A kernel is limited by memory if few instructions stand between a load and a store; no GPU is needed to
+    count them. Version 0.1 divided every value by its step (about ten instructions), and its butterflies took
+    six where a shuffle and a sum take two."""
+    monkeypatch.setattr(torch.cuda, "device_of", lambda _: contextlib.nullcontext())
+    with recorded(monkeypatch, groups) as launches:
+        parts = groups.quantize(torch.zeros(4096, 128, dtype=dtype), grid)
+        groups.dequantize(parts, grid, dtype)
+    encode, decode = (instructions(launch, tmp_path) for launch in launches)
+    assert 1 < encode <= most_to_encode and 1 < decode <= most_to_decode

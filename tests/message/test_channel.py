@@ -9,6 +9,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary
 from ds_compress.message.packet import Header, PacketLayout
 from ds_compress.transport.packet import Packet
+from tests.support.refusals import refusal
 
 
 def boundaries(codec, **changes):
@@ -49,12 +50,8 @@ def test_other_shapes_dtypes_and_kinds_get_their_own_layout():
     channel = boundary.forward
     x, now = torch.randn(4, 64), MessageId(2)
     layout = channel.layout_of([x], now)
-    others = [
-        channel.layout_of([x[:2]], now),
-        channel.layout_of([x.half()], now),
-        channel.layout_of([x.to("meta")], now),
-        channel.layout_of([x, x], now),
-    ]
+    kinds = [x[:2]], [x.half()], [x.to("meta")], [x, x]
+    others = [channel.layout_of(kind, now) for kind in kinds]
     channel.uncompressed_tail = 1
     others.append(channel.layout_of([x, x], now))
     channel.uncompressed_tail = 0
@@ -84,15 +81,15 @@ def test_the_process_keeps_the_memory_that_messages_of_a_kind_take(monkeypatch):
     assert kept == [1024]
 
 
+MASK = "it depends on no parameter or holds a mask"
+
+
 def test_what_depends_on_parameters_changes_the_layout():
     boundary, _ = boundaries("bf16")
     x, now = torch.randn(4, 64), MessageId(2)
     assert boundary.forward.layout_of([x, x], now).exempt == ["not known to depend on parameters"] * 2
     boundary.dependence = True, False
-    assert boundary.forward.layout_of([x, x], now).exempt == [
-        "",
-        "it depends on no parameter or holds a mask",
-    ]
+    assert boundary.forward.layout_of([x, x], now).exempt == ["", MASK]
     boundary.dependence = None
     assert all(boundary.forward.layout_of([x, x], now).exempt)
 
@@ -105,7 +102,7 @@ def test_a_lone_mask_is_sent_uncompressed():
     assert sender.forward.layout_of([mask], now).exempt == [""]  # before anything is known
     sender.dependence = receiver.dependence = (False,)
     packet, _, message = sender.forward.encode([mask], now)
-    assert message.exempt == ["it depends on no parameter or holds a mask"]
+    assert message.exempt == [MASK]
     (arrived,) = receiver.forward.decode(packet, receiver.forward.layout_of([mask], now), now)
     assert torch.equal(arrived, mask)
 
@@ -119,8 +116,8 @@ def test_both_packets_come_back_and_are_counted():
     assert sent.wire_bytes == packet.nbytes + rest.nbytes
     message = receiver.forward.layout_of([x], message_id)
     assert torch.equal(receiver.forward.decode(packet, message, message_id, lambda nbytes: rest)[0], x)
-    with pytest.raises(CompressionError, match="boundary 2, forward: no packet follows, expected one of"):
-        receiver.forward.decode(packet, message, message_id)
+    line = refusal(receiver.forward.decode, packet, message, message_id)
+    assert line.startswith("boundary 2, forward: no packet follows, expected one of")
 
 
 @pytest.mark.parametrize("supports_out", [True, False])

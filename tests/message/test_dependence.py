@@ -90,14 +90,13 @@ class Biased(nn.Module):
         return self.bias.masked_fill(torch.ones(32, 32).triu(1).bool(), self.lowest)
 
 
+LOWEST = {dtype: torch.finfo(dtype).min for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+
+
 @pytest.mark.parametrize("codec", ["quantize", "entropy", "topk"])
-@pytest.mark.parametrize("dtype, lowest", [
-    (torch.float32, torch.finfo(torch.float32).min),
-    (torch.bfloat16, torch.finfo(torch.bfloat16).min),
-    (torch.float16, torch.finfo(torch.float16).min),
-    (torch.float32, -1e9),
-    (torch.float32, -torch.inf),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "dtype, lowest", [*LOWEST.items(), (torch.float32, -1e9), (torch.float32, -torch.inf)], ids=str
+)
 def test_a_learned_bias_arrives_where_it_holds_a_mask(dtype, lowest, codec):
     """Values that were not masked arrived finite, but wrong by up to 1e33."""
     model = nn.Sequential(Biased(dtype, lowest), nn.Identity())

@@ -6,11 +6,12 @@ import resource
 
 import torch
 
-from ds_compress.codec import CODECS, MessageId, TensorSpec, names
+from ds_compress.codec import MessageId, TensorSpec, names
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary
 from ds_compress.message.packet import HEADER_SIZE
+from ds_compress.testing import settings_of
 from ds_compress.transport.packet import Packet
 
 MESSAGE_ID = MessageId(step=3, micro_batch=1)
@@ -20,28 +21,24 @@ SHAPE = (4, 6, 32)
 def messages():
     """For every example of every codec: the receiving side of a boundary, a forward packet, its tensors, what
     follows it."""
-    every = [(name, options) for name in names() for options in CODECS.find(name, "").examples]
-    for name, options in every:
-        block = {"min_numel": 0, "forward": {"codec": {"name": name, **options}}}
+    for setting in (setting for name in names() for setting in settings_of(name)):
         try:
-            config = Config(block)
+            config = Config({"min_numel": 0, "forward": {"codec": setting}})
         except CompressionError:  # options for the backward direction
             continue
         sender, receiver = Boundary(0, config), Boundary(0, config)
         x, ids = torch.randn(SHAPE), torch.arange(7)
         packet, rest, _ = sender.forward.encode((x, ids), MESSAGE_ID)
-        yield name, receiver, packet, (x, ids), rest
+        yield setting, receiver, packet, (x, ids), rest
 
 
 def mutated(packet, rng):
     """`packet` with some bits flipped, bytes replaced, or another length."""
     memory = packet.memory.clone()
     how = rng.randrange(5)
-    if how == 0:
-        memory[rng.randrange(HEADER_SIZE)] ^= 1 << rng.randrange(8)
-    elif how == 1:
-        for _ in range(rng.randint(1, 8)):
-            memory[rng.randrange(memory.numel())] ^= 1 << rng.randrange(8)
+    if how < 2:
+        for _ in range(rng.randint(1, 8) if how else 1):
+            memory[rng.randrange(memory.numel() if how else HEADER_SIZE)] ^= 1 << rng.randrange(8)
     elif how == 2:
         start = rng.randrange(memory.numel())
         length = rng.randint(1, 64)

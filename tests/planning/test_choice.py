@@ -13,24 +13,14 @@ from ds_compress.config import DIRECTIONS, Config
 from ds_compress.config.recipes import LIMITS, ErrorLimits
 from ds_compress.message.channel import Boundary
 from ds_compress.message.clock import clock_for
-from ds_compress.planning.choice import (
-    CODECS,
-    RECIPES,
-    Candidate,
-    EvaluatedMessage,
-    Evaluation,
-    candidates_for,
-    combine,
-    is_within,
-    pick_best,
-    rank,
-    uncompressed_recipe,
-    write_block,
-)
+from ds_compress.planning import choice
+from ds_compress.planning.choice import Candidate, Evaluation, candidates_for, combine, is_within, pick_best
 from ds_compress.planning.depth import MemoryBudget
 from ds_compress.planning.evaluate import REPEATS, UNKNOWN, evaluate
 from ds_compress.planning.step_time import LinkSpeed, Workload
+from ds_compress.testing import relative_error
 from tests.monitor.test_meters import gradients
+from tests.support.codecs import Pair
 from tests.support.pipeline import alike
 
 SHAPE = (512, 256)
@@ -46,18 +36,13 @@ CODEC = 2e9  # bytes of input per second
 CPU = torch.device("cpu")
 
 
-def message(kind):
-    if kind == "gaussian":
-        return torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
-    return benchmark_tensor(SHAPE, torch.float32, CPU) ** 3
-
-
 @pytest.fixture(scope="module")
 def evaluations():
     """Settings with sizes and errors of real codecs, by kind of message."""
     found, boundary = {}, Boundary(0, Config({}))
-    for kind in MESSAGES:
-        x, found[kind] = message(kind), []
+    gaussian = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
+    for kind, x in zip(MESSAGES, (gaussian, benchmark_tensor(SHAPE, torch.float32, CPU) ** 3)):
+        found[kind] = []
         pair = {0: [x]}, {0: [x.roll(1, dims=-1)]}
         for candidate in candidates_for("aggressive"):
             measured = evaluate(boundary, candidate, pair, clock_for(CPU))
@@ -73,7 +58,7 @@ def ranked(settings, limits, networks, forward, **link):
     workload = Workload((forward,) * STAGES, (2 * forward,) * STAGES, MICRO_BATCHES)
     options = {"eager": True, "depth": "auto", "budgets": (MemoryBudget(RAW),) * STAGES} | link
     found = [own for own in combine(settings, networks, limits, **options) if own.is_within(limits)]
-    return rank(workload, networks, [uncompressed_recipe(raw, raw), *found])
+    return choice.rank(workload, networks, [choice.uncompressed_recipe(raw, raw), *found])
 
 
 @pytest.mark.parametrize("quality", LIMITS)
@@ -129,7 +114,7 @@ def test_each_boundary_has_errors_of_its_own(evaluations):
 
 def setting(name, feedback="none", nbytes=1):
     """A candidate that loses nothing."""
-    message = EvaluatedMessage(nbytes, error=0.0, token_error=0.0, gradient_error=0.0)
+    message = choice.EvaluatedMessage(nbytes, error=0.0, token_error=0.0, gradient_error=0.0)
     return Evaluation(Candidate(name, alike(name, feedback), True), message, message)
 
 
@@ -141,7 +126,7 @@ def test_an_unknown_error_is_above_every_limit():
 
 
 def test_a_block_says_most_once():
-    found = write_block([setting("bf16"), setting("fp16", "ef"), setting("fp16", "ef"), setting("none")])
+    found = choice.write_block([setting("bf16"), *[setting("fp16", "ef")] * 2, setting("none")])
     assert found["forward"] == {"codec": "fp16", "feedback": "ef"}
     config = Config(found)
     names = [config.in_force.codecs(number).forward.name for number in range(4)]
@@ -166,7 +151,7 @@ def test_a_quality_never_takes_what_sends_fewer_bits_than_its_recipe():
     names = {quality: {each.name for each in candidates_for(quality)} for quality in LIMITS}
     assert names["lossless"] == {"none", "lossless"}
     assert names["lossless"] < names["safe"] < names["balanced"] < names["aggressive"]
-    assert names["aggressive"] == {*CODECS, *RECIPES}
+    assert names["aggressive"] == {*choice.CODECS, *choice.RECIPES}
     for strict, loose in itertools.pairwise(("safe", "balanced", "aggressive")):
         assert strict in names[strict] and loose not in names[strict]
 
@@ -195,18 +180,8 @@ def error(feedback, numbers, **shapes):
 
 def in_training(feedback, count=40):
     """The mean error of later messages of a run that differ, by the definition of the feedback."""
-    codec = Config({"backward": {"codec": {"name": "quantize", "bits": 4}, "feedback": feedback}})
-    ends = [Boundary(0, codec.changed({"min_numel": 0})) for _ in range(2)]
-    found = []
-    for number in range(count):
-        sender, receiver = (each.backward for each in ends)
-        for end in ends:
-            end.begin_step()
-        (x,) = drawn(number)
-        message_id = sender.message_id(number, 0)
-        packet, rest, layout = sender.encode([x], message_id)
-        (y,) = receiver.decode(packet, layout, message_id, lambda nbytes, rest=rest: rest)
-        found.append(((x - y).norm() / x.norm()).item())
+    pair = Pair({"name": "quantize", "bits": 4}, feedback, "backward")
+    found = [relative_error(x, pair(x)) for (x,) in map(drawn, range(count))]
     return sum(found[count // 2 :]) / (count // 2)
 
 

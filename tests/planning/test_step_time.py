@@ -1,24 +1,22 @@
-"""The planner: limits worked out by hand, an independent simulator; depths that pay and fit in memory."""
+"""The planner: limits worked out by hand, an independent simulator; depths that pay and fit in memory; layers
+that stages should get, by the times that they took."""
+
+import itertools
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_compress.planning import step_time
+from ds_compress.planning.balance import UNEVEN, balance_layers, is_uneven
 from ds_compress.planning.depth import MIN_GAIN, MemoryBudget, choose_depth
-from ds_compress.planning.step_time import (
-    LinkSpeed,
-    MessageCost,
-    TransferPlan,
-    Workload,
-    predict,
-    step_seconds,
-)
+from ds_compress.planning.step_time import LinkSpeed, MessageCost, TransferPlan, predict, step_seconds
 
 FREE = MessageCost(0)
 
 
 def uniform(stages, micro_batches, forward=1.0, backward=2.0, per_step=0.0):
-    return Workload((forward,) * stages, (backward,) * stages, micro_batches, per_step)
+    return step_time.Workload((forward,) * stages, (backward,) * stages, micro_batches, per_step)
 
 
 @pytest.mark.parametrize("eager, depth", [(False, 1), (True, 1), (True, 2), (True, 5)])
@@ -144,13 +142,10 @@ def test_memory_is_never_above_the_limit_and_no_depth_that_fits_is_much_faster(
 
 @pytest.mark.parametrize("limit, depth", [(3.9, 1), (4, 1), (6.9, 1), (7, 2), (9.9, 2), (10, 3)])
 def test_memory_caps_it(limit, depth):
-    """Stage 0 of 4 holds 3 * depth + 1 micro-batches."""
+    """Stage 0 of 4 holds 3 * depth + 1 micro-batches; packets take memory, too."""
     choice = chosen(limit=limit)
     assert choice.depth == depth and choice.capped
     assert choice.memory == tuple(depth * (3 - stage) + 1.0 for stage in range(4))
-
-
-def test_packets_take_memory_too():
     assert chosen(limit=10, packets=1).depth == 2
 
 
@@ -160,3 +155,37 @@ def test_a_boundary_of_its_own_speed():
     one = choose_depth(quick(4, 32), PLAN, (fast, slow, fast), [MemoryBudget(1.0)] * 4)
     assert choose_depth(quick(4, 32), PLAN, (fast,) * 3, [MemoryBudget(1.0)] * 4).depth == 1 < one.depth
     assert one.step > step_seconds(quick(4, 32), PLAN, fast)
+
+
+@pytest.mark.parametrize(
+    "seconds, layers, expected",
+    [
+        ((5.0, 5.0, 5.0, 5.0), (5, 5, 5, 5), [5, 5, 5, 5]),
+        ((10.0, 5.0), (10, 10), [7, 13]),  # one device half as fast
+        ((1.0, 2.0, 4.0), (4, 4, 4), [8, 3, 1]),
+        ((100.0, 1.0), (2, 2), [1, 3]),  # a stage keeps one layer
+        ((6.0, 4.0), (1, 1), [1, 1]),
+        ((7.0,), (3,), [3]),
+    ],
+)
+def test_layers_that_make_the_slowest_stage_the_fastest(seconds, layers, expected):
+    found = balance_layers(seconds, layers)
+    assert found == expected and sum(found) == sum(layers)
+
+    def slowest(counts):
+        return max(count * s / n for count, s, n in zip(counts, seconds, layers))
+
+    every = itertools.product(range(1, sum(layers) + 1), repeat=len(layers))
+    assert slowest(found) == min(slowest(counts) for counts in every if sum(counts) == sum(layers))
+
+
+def test_a_head_that_stays_moves_no_more_layers_than_it_should():
+    """A stage with a head as long as two of its four layers: 3 layers, then again 3; 2 would be too few."""
+    layers = [4, 4]
+    for _ in range(2):
+        layers = balance_layers([layers[0] * 1.0, layers[1] * 1.0 + 2], layers)
+        assert layers == [5, 3]
+
+
+def test_stages_are_uneven_beyond_a_share():
+    assert is_uneven((1.0, 1.01 + UNEVEN)) and not is_uneven((1.0, 0.99 + UNEVEN, 1.1))

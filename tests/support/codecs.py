@@ -2,10 +2,12 @@
 
 from contextlib import contextmanager
 
+import pytest
 import torch
 
 from ds_compress.codec import CODECS, Codec, CodecOptions, Context, TensorSpec, build, register
 from ds_compress.codecs.mixins import ObservesWarmup, VariableSizePayload, layers
+from ds_compress.errors import CompressionError
 from ds_compress.feedback import FEEDBACKS
 from ds_compress.kernels.quantize.grid import Grid
 from ds_compress.kernels.topk.reference import as_integers
@@ -13,9 +15,17 @@ from ds_compress.testing import relative_error
 
 
 def roundtrip(choice, x, **context):
-    codec = build(choice)
-    parts = codec.encode(x, Context(**context))
-    return codec.decode(parts, TensorSpec.of(x), Context(**context))
+    """What arrives, the parts being what `layout` says."""
+    return send(build(choice), x, Context(**context), Context(**context))
+
+
+def goes_with(feedback, choice):
+    """Whether a feedback may follow a codec."""
+    try:
+        FEEDBACKS.build(feedback, "feedback").wrap(build(choice))
+    except CompressionError:
+        return False
+    return True
 
 
 def bits_per_value(choice, x):
@@ -29,12 +39,9 @@ def error_of(choice, x, **context):
 @contextmanager
 def own_codecs():
     """What is registered inside is forgotten at the end."""
-    before = CODECS._classes
-    CODECS._classes = dict(before)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CODECS, "_classes", dict(CODECS._classes))
         yield
-    finally:
-        CODECS._classes = before
 
 
 FIRST_ROW = {"codec": "first_row"}
@@ -96,8 +103,10 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 def send(codec, x, sender, receiver):
     """What arrives; the parts must be what `layout` says."""
     spec = TensorSpec.of(x)
-    parts = codec.encode(x, sender)
-    assert tuple((tuple(part.shape), part.dtype) for part in parts) == codec.layout(spec)
+    parts, layout = codec.encode(x, sender), codec.layout(spec)
+    if isinstance(codec, VariableSizePayload):
+        layout += codec.extra_payload(parts[: len(layout)], spec)
+    assert tuple((tuple(part.shape), part.dtype) for part in parts) == layout
     out = codec.decode(parts, spec, receiver)
     assert TensorSpec.of(out) == spec
     return out
@@ -111,7 +120,6 @@ def topk(density, rows="tensor"):
 
 
 SETTINGS = [topk(0.3), topk(0.3, "sample"), {"name": "quantize", "bits": 3, "group_size": 8}, "bf16"]
-SETTING_IDS = [str(c if isinstance(c, str) else c["name"]) + str(i) for i, c in enumerate(SETTINGS)]
 
 
 class Pair:

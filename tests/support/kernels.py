@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from ds_compress.kernels import library, native
+from ds_compress.kernels.backends import cpu, reference
+from tests.support.codecs import assert_same_bits
 from tests.support.ranks import once
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +30,13 @@ EACH_TARGET = pytest.mark.parametrize(
     "target", _SUPPORTED[:1] + [pytest.param(name, marks=pytest.mark.extended) for name in _SUPPORTED[1:]]
 )
 """Those that this processor has; `make test` has the best one, which is installed: others take a minute."""
+GROUPS = {
+    "bits": st.integers(1, 8),
+    "hadamard": st.booleans(),
+    "special": st.sampled_from([None, torch.inf, -torch.inf, torch.nan]),
+    "seed": st.integers(0, 1000),
+}
+"""Strategies for a grid and what is quantized on it."""
 
 
 @cache
@@ -68,6 +78,36 @@ def compile_with(folder: Path, *flags: str) -> None:
     subprocess.run(
         [COMPILER, *flags, "-shared", "-pthread", *objects, "-o", folder / "kernels.so"], check=True
     )
+
+
+def flat(found: Any) -> list[torch.Tensor]:
+    """Tensors in any nesting."""
+    return [found] if isinstance(found, torch.Tensor) else [entry for each in found for entry in flat(each)]
+
+
+def alike(work: Callable[[Any], Any]) -> Any:
+    """What `work` comes to in C++: the bits of what it comes to in the reference."""
+    ours, theirs = work(cpu), work(reference)
+    assert_same_bits(flat(ours), flat(theirs))
+    return ours
+
+
+def stored(state: torch.Tensor, store: str) -> tuple[torch.Tensor, ...]:
+    """The tensors in which a feedback keeps `state`, in new memory."""
+    if store == "int8":
+        return reference.encode_int8(state)
+    return (state.clone() if store == "fp32" else state.bfloat16(),)
+
+
+def passes(x: torch.Tensor, state: torch.Tensor, factor: float, share: float) -> dict[str, tuple[Any, ...]]:
+    """Arguments of each pass of a feedback over a message, by its name."""
+    return {
+        "delta": (x, state, factor),
+        "update_state": (state, x, factor),
+        "add_residual": (x, state, factor, x.isfinite().all()),
+        "update_residual": (x, state, x.flip(0).contiguous(), factor, share, 1 - share),
+        "is_finite": (x,),
+    }
 
 
 def remembered(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,18 +13,9 @@ from triton.compiler import ASTSource
 from ds_compress.kernels import backends
 
 ARCHITECTURES = (80, 90)
-_DTYPES = {
-    torch.bool: "i1",
-    torch.uint8: "u8",
-    torch.int8: "i8",
-    torch.int16: "i16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-}
+_DTYPES = {torch.bool: "i1", torch.uint8: "u8", torch.bfloat16: "bf16"}
+_DTYPES |= {getattr(torch, f"int{bits}"): f"i{bits}" for bits in (8, 16, 32, 64)}
+_DTYPES |= {getattr(torch, f"float{bits}"): f"fp{bits}" for bits in (16, 32, 64)}
 _OPTIONS = ("num_warps", "enable_fp_fusion")
 
 

@@ -1,7 +1,5 @@
 """Passes of feedbacks, and messages that follow a state, in C++ on every processor: the bits of torch."""
 
-import shutil
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,37 +10,20 @@ from ds_compress.kernels.feedback.reference import GROUP
 from ds_compress.kernels.numerics import LARGEST_STATE
 from ds_compress.kernels.quantize.grid import Grid
 from tests.support.codecs import any_grid, assert_same_bits
-from tests.support.kernels import EACH_TARGET, compiled_for
+from tests.support.kernels import EACH_TARGET, GROUPS, alike, compiled_for, flat, passes, stored
 from tests.support.messages import values
-
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-
-
-def flat(*results):
-    """All tensors of what a pass returns."""
-    return [part for result in results for part in (result if isinstance(result, tuple) else (result,))]
-
-
-def alike(work):
-    """What `work` comes to in C++: the bits of what it comes to in the reference."""
-    ours, theirs = work(cpu), work(reference)
-    assert_same_bits(flat(*ours), flat(*theirs))
-    return ours
 
 
 @EACH_TARGET
 @settings(max_examples=200, deadline=None, database=None)
 @given(
-    bits=st.integers(1, 8),
+    **GROUPS,
     size=st.sampled_from([8, 24, 32, 64, 128, 256]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    hadamard=st.booleans(),
     n=st.integers(1, 60),
-    special=st.sampled_from([None, float("inf"), -float("inf"), float("nan")]),
     scale=st.sampled_from([1.0, 3.0, 1024.0, 2.0**-126]),
     shares=st.sampled_from([(0.0, 1.0), (0.0, 0.7), (0.8, 0.2)]),
     store=st.sampled_from(["fp32", "bf16", "int8"]),
-    seed=st.integers(0, 1000),
 )
 def test_equal_to_torch(target, bits, size, dtype, hadamard, n, special, scale, shares, store, seed):
     """Sums beyond the range included, and the largest states."""
@@ -50,12 +31,10 @@ def test_equal_to_torch(target, bits, size, dtype, hadamard, n, special, scale, 
     x = values(n, size, dtype, seed, special)
     state = values(n, size, torch.float32, seed + 1).clamp(-LARGEST_STATE, LARGEST_STATE)
     state[0, 0], x[0, 0] = LARGEST_STATE, torch.finfo(dtype).max
-    stores = {
-        "fp32": lambda: (state.clone(),),
-        "bf16": lambda: (state.bfloat16(),),
-        "int8": lambda: reference.encode_int8(state),
-    }
-    kept = stores[store]
+
+    def kept():
+        return stored(state, store)
+
     with compiled_for(target):
         _, new = alike(lambda backend: backend.quantize_with_residual(x, kept(), scale, *shares, grid, size))
         assert_kept(kept(), new, x)
@@ -76,36 +55,20 @@ def assert_kept(old, new, x):
         assert torch.equal(new[1][its_codes], old[1][its_codes])
 
 
-@EACH_TARGET
-@pytest.mark.parametrize("scale", [1.0, 3.0])
-def test_more_than_the_caches_hold(target, scale):
-    """What is delivered goes past the caches beyond 8 MiB of fp32."""
-    grid = Grid(4)
-    n = (9 << 20) // (4 * 64) + 5
-    x, state = (values(n, 64, torch.float32, seed) for seed in (3, 4))
-    state = state.clamp(-LARGEST_STATE, LARGEST_STATE)
-    parts = reference.quantize_change(x, state, scale, grid, 64)[0]
-    with compiled_for(target):
-        ours = cpu.dequantize_change(parts, state.clone(), scale, grid, torch.float32)
-    assert_same_bits(ours, reference.dequantize_change(parts, state, scale, grid, torch.float32))
-
-
 @pytest.mark.parametrize(
     "size, store", [(24, "fp32"), (128, "fp32"), (32, "int8"), (128, "int8"), (256, "int8")]
 )
 def test_groups_that_are_finite_do_not_notice_another(size, store):
     """A message in which one group had overflowed was once sent without any residual."""
-    grid, n, together = Grid(4), 40, size
-    if store == "int8":
-        together = max(size, GROUP)  # values with one scale
+    grid, n = Grid(4), 40
+    together = max(size, GROUP) if store == "int8" else size  # values with one scale
     x, state = (torch.randn(n, size, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
     spoilt = x.clone()
     spoilt[13, 5], spoilt[39, 7] = torch.inf, torch.nan
     others = spoilt.isfinite().view(-1, together).all(1).repeat_interleave(together)
 
     def sent(message):
-        kept = reference.encode_int8(state) if store == "int8" else (state.clone(),)
-        parts = flat(*cpu.quantize_with_residual(message, kept, 2.0, 0.5, 0.5, grid, size))
+        parts = flat(cpu.quantize_with_residual(message, stored(state, store), 2.0, 0.5, 0.5, grid, size))
         return [part.flatten()[others[:: x.numel() // part.numel()]] for part in parts]
 
     assert_same_bits(sent(spoilt), sent(x))
@@ -128,20 +91,13 @@ def test_a_damaged_step_leaves_the_state_alone(step):
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     factor=st.sampled_from([1.0, 3.0, 65536.0]),
     share=st.sampled_from([0.0, 0.3, 0.8]),
-    special=st.sampled_from([None, float("inf"), -float("inf"), float("nan")]),
-    seed=st.integers(0, 1000),
+    special=GROUPS["special"],
+    seed=GROUPS["seed"],
 )
 def test_passes_equal_torch(target, n, dtype, factor, share, special, seed):
     x = values(17, n, dtype, seed, special)
     state = values(17, n, torch.float32, seed + 1).clamp(-1e30, 1e30)
     state[0, 0], x[0, 0] = torch.finfo(torch.float32).max / 2, -torch.finfo(dtype).max  # beyond the range
-    calls = {
-        "delta": (x, state, factor),
-        "update_state": (state, x, factor),
-        "add_residual": (x, state, factor, x.isfinite().all()),
-        "update_residual": (x, state, x.flip(0).contiguous(), factor, share, 1 - share),
-        "is_finite": (x,),
-    }
     with compiled_for(target):
-        for name, arguments in calls.items():
-            alike(lambda backend: (getattr(backend, name)(*arguments),))
+        for name, arguments in passes(x, state, factor, share).items():
+            alike(lambda backend: getattr(backend, name)(*arguments))

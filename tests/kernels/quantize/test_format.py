@@ -1,5 +1,7 @@
 """Packed codes lie as the docstring draws them; draws of stochastic rounding are even and differ."""
 
+import hashlib
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,32 +11,22 @@ from ds_compress.kernels.quantize.bits import pack, packed_size, unpack
 from ds_compress.kernels.quantize.grid import draws
 
 
-def planar(codes, width):
-    """The drawn layout, one code at a time."""
-    planes = 8 // width
-    run = len(codes) // planes
-    return [sum(codes[i * run + j] << (width * i) for i in range(planes)) for j in range(run)]
-
-
-def drawn(codes, bits):
-    """Split `bits` into powers of two, largest first; the codes' bits are taken from below."""
-    packed, shift = [], 0
-    for width in (8, 4, 2, 1):
-        if bits & width:
-            packed += planar([(c >> shift) & (2**width - 1) for c in codes], width)
-            shift += width
-    return packed
+def test_packed_codes_lie_as_drawn():
+    """The digest is of what the drawing of the docstring says, one code at a time."""
+    codes = torch.arange(960).mul(37).view(4, 240)
+    packed = [pack(codes.remainder(2**bits).to(torch.uint8), bits) for bits in range(1, 9)]
+    found = hashlib.blake2b(b"".join(part.numpy().tobytes() for part in packed), digest_size=8)
+    assert found.hexdigest() == "f551b16c9fe10ac4"
 
 
 @settings(deadline=None)
 @given(st.integers(1, 8), st.integers(0, 4), st.integers(1, 20), st.randoms(use_true_random=False))
-def test_packs_as_drawn_and_loses_nothing(bits, groups, eighths, random):
+def test_packing_loses_nothing(bits, groups, eighths, random):
     rows = [[random.randrange(2**bits) for _ in range(8 * eighths)] for _ in range(groups)]
     codes = torch.tensor(rows, dtype=torch.uint8).view(groups, 8 * eighths)
     before = codes.clone()
     packed = pack(codes, bits)
     assert packed.dtype == torch.uint8 and packed.shape == (groups, packed_size(8 * eighths, bits))
-    assert packed.tolist() == [drawn(row, bits) for row in rows]
     assert torch.equal(unpack(packed, bits), before) and torch.equal(codes, before)
 
 

@@ -24,23 +24,26 @@ def subsets(draw):
     return torch.tensor(np.sort(chosen), dtype=torch.int64), numel
 
 
+def coded(name, indices, numel):
+    """The parts of `indices`; what they are decoded to has to be equal."""
+    coder, count = coding.CODERS[name], indices.numel()
+    parts = coder.encode(Selection.at(indices, numel))
+    assert tuple((tuple(p.shape), p.dtype) for p in parts) == coder.layout(numel, count)
+    assert sum(p.nbytes for p in parts) == coding.nbytes(name, numel, count)
+    decoded = coder.decode(parts, numel, count).indices
+    assert decoded.dtype == torch.int64 and torch.equal(decoded, indices)
+    return parts
+
+
 @EACH_TARGET
 @pytest.mark.parametrize("name", coding.CODERS)
 @settings(deadline=None, max_examples=60)
 @given(subsets())
 def test_decode_returns_what_encode_was_given_whatever_the_backend(target, name, subset):
-    indices, numel = subset
-    coder = coding.CODERS[name]
     with compiled_for(target):
-        parts = coder.encode(Selection.at(indices, numel))
-        decoded = coder.decode(parts, numel, indices.numel()).indices
-    assert tuple((tuple(p.shape), p.dtype) for p in parts) == coder.layout(numel, indices.numel())
-    assert sum(p.nbytes for p in parts) == coding.nbytes(name, numel, indices.numel())
-    assert decoded.dtype == torch.int64
-    assert decoded.tolist() == indices.tolist()
+        parts = coded(name, *subset)
     with backends.using(reference):
-        assert all(map(torch.equal, parts, coder.encode(Selection.at(indices, numel))))
-        assert torch.equal(coder.decode(parts, numel, indices.numel()).indices, indices)
+        assert all(map(torch.equal, parts, coded(name, *subset)))
 
 
 def test_the_bitmask_is_little_endian():
@@ -82,16 +85,13 @@ def test_extremes_of_long_tensors(name, numel, chosen):
         "all but one": torch.cat([torch.arange(65000), torch.arange(65001, numel)]),
         "scattered": torch.arange(3, numel, 4093),
     }[chosen]
-    coder, count = coding.CODERS[name], indices.numel()
-    parts = coder.encode(Selection.at(indices, numel))
-    assert tuple((tuple(p.shape), p.dtype) for p in parts) == coder.layout(numel, count)
-    assert torch.equal(coder.decode(parts, numel, count).indices, indices)
+    coded(name, indices, numel)
 
 
 def test_bits_beyond_the_entries_and_beyond_the_count_are_not_listed(monkeypatch):
     """A damaged bitmask must not name entries that do not exist."""
     monkeypatch.setattr(native, "LONG", 0)
     everything = torch.full((9,), 255, dtype=torch.uint8)
-    assert selection.list_bits(everything, 67, 100).tolist() == [*range(67), *[0] * 33]
-    assert selection.list_bits(everything, 67, 5).tolist() == [*range(5)]
-    assert selection.list_bits(everything, 67, 66).tolist() == [*range(66)]
+    for count in (100, 5, 66):
+        listed = [*range(min(count, 67)), *[0] * (count - 67)]
+        assert selection.list_bits(everything, 67, count).tolist() == listed
