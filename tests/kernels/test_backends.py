@@ -11,7 +11,7 @@ import torch
 from ds_compress.kernels import backends
 from ds_compress.kernels.backends import cpu, reference
 from tests.support.codecs import assert_same_bits
-from tests.test_ambient import SETTINGS, SHAPES, codecs_of, expected, messages
+from tests.test_ambient import SETTINGS, SHAPES, expected, messages
 
 KERNELS = Path(backends.__file__).parent
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -70,7 +70,7 @@ def rooms_entered(function):
 def test_the_override_reaches_every_codec_and_feedback(number, shape):
     """It reached quantization alone: to see the plain torch of a GPU the others were patched one by one."""
     with backends.using(backend_with()):
-        ours, entered = rooms_entered(lambda: list(messages(codecs_of(number), shape, torch.float32)))
+        ours, entered = rooms_entered(lambda: list(messages(number, shape, torch.float32)))
     assert not entered & {"cpu", "native", "triton"}
     if SETTINGS[number][0].items() >= {"name": "entropy", "rank": 8}.items():
         return  # backends round products differently
