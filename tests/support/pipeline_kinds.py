@@ -236,7 +236,8 @@ def train(kind: Kind, block: dict[str, Any] | None) -> dict[str, Any]:
         deepspeed.PipelineEngine = before
     own_before = getattr(engine, "sent", 0)
     digest = hashlib.blake2b()
-    for end in engine.ds_compress.stage.ends if block is not None else ():
+    session = getattr(engine, "ds_compress", None)  # some engines attach at their first batch
+    for end in session.stage.ends if session else ():
         if end.sends:
             end.link.send = wrapped(end.link.send, lambda packet: digest.update(packet.bytes))
     if kind.prepare:
