@@ -25,7 +25,7 @@ from ds_compress.engine.traffic import GradientTraffic, describe
 from ds_compress.engine.wiring import connect_sets
 from ds_compress.replicas.exchange import Exchange
 from ds_compress.replicas.slices import DTYPES, Gradient, is_compressed
-from ds_compress.replicas.transfers import Replicas
+from ds_compress.replicas.transfers import Replicas, replica_failures
 from ds_compress.transport import staging
 from ds_compress.transport.collectives import all_gather
 from ds_compress.transport.p2p import ExchangeConnections
@@ -89,7 +89,7 @@ class TiedTraffic(GradientTraffic):
         for weight, group in engine.module.get_tied_weights_and_groups():
             gradient = tied_gradient(engine, weight)
             if id(weight) not in ours and gradient is not None:
-                with self.exchange.replicas.failing():
+                with replica_failures(self.exchange.replicas):
                     dist.all_reduce(gradient, group=group)
         found, flat = dict[int, Tensor](), dict[int, Tensor]()
         for key, weight in ours.items():

@@ -6,8 +6,8 @@ Over several connections the same bytes come, in the same places:
     packets for each   sent from replica to replica (`transport/parts.py`)
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import Work
 
+from ds_compress.errors import CompressionError, in_one_line
+from ds_compress.kernels.memory import is_out_of_memory
 from ds_compress.transport import parts
 from ds_compress.transport.p2p import ExchangeConnections, PeerTimeout
 from ds_compress.transport.parts import Parts
@@ -31,8 +33,8 @@ class Transfer(NamedTuple):
     """Whether each replica gets the sum of what all send, instead of packets."""
 
 
-Works = list[tuple[object, Work | Parts]]
-"""What a transfer waits for, with the global rank of the other replica; those of all others: a collective."""
+Works = list[tuple[int | None, Work | Parts]]
+"""What a transfer waits for, with the global rank of the other replica; None: a collective."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,11 @@ class Started:
             CompressionError: it failed, or took too long.
         """
         for peer, work in self.works:
-            self.replicas.timeout.wait(work, peer, self.arrived.device)
+            if isinstance(work, Work) and peer is None:
+                with replica_failures(self.replicas):
+                    work.wait()
+            else:
+                self.replicas.timeout.wait(work, peer, self.arrived.device)
         return self.arrived
 
 
@@ -81,16 +87,6 @@ class Replicas:
         """Return what is exchanged, and by whom, for lines to the user."""
         return f"{self.content} between {self.between}"
 
-    @property
-    def others(self) -> str:
-        """Return the global ranks of the other replicas, for errors of a collective."""
-        ranks = dist.get_process_group_ranks(self.groups[0])
-        return ", ".join(str(rank) for rank in ranks if rank != dist.get_rank())
-
-    def failing(self) -> AbstractContextManager[None]:
-        """Name what is exchanged, and with whom, in what torch.distributed raises."""
-        return self.timeout.naming(self.others)
-
     def start(self, transfer: Transfer) -> Started:
         """Start a transfer; all replicas start theirs in one order.
 
@@ -99,11 +95,12 @@ class Replicas:
         """
         packets, sizes, is_summed = transfer
         options = {"group": self.groups[0], "async_op": True}
+        if is_summed:
+            with replica_failures(self):
+                return Started(self, packets, [(None, dist.all_reduce(packets, **options))])
         received = packets.numel() if sizes is None else sizes[self.rank]
-        with self.failing():
-            if is_summed:
-                return Started(self, packets, [(self.others, dist.all_reduce(packets, **options))])
-            arrived = torch.empty(self.size * received, dtype=torch.uint8, device=packets.device)
+        arrived = torch.empty(self.size * received, dtype=torch.uint8, device=packets.device)
+        with replica_failures(self):
             if len(self.groups) > 1:
                 if sizes is None:
                     return Started(self, arrived, self._start_for_all(packets, arrived))
@@ -113,15 +110,14 @@ class Replicas:
                 work = dist.all_gather_into_tensor(arrived, packets, **options)
             else:
                 work = dist.all_to_all_single(arrived, packets, [received] * self.size, sizes, **options)
-        return Started(self, arrived, [(self.others, work)])
+        return Started(self, arrived, [(None, work)])
 
     def _start_for_all(self, packets: Tensor, arrived: Tensor) -> Works:
         own_parts = parts.cut(packets, len(self.groups))
         parts_of_all = map(list, parts.cut(arrived.view(self.size, packets.numel()), len(self.groups)))
         first = dist.all_gather(next(parts_of_all), own_parts[0], group=self.groups[0], async_op=True)
         others = zip(self.groups[1:], parts_of_all, own_parts[1:])
-        works = [first, *(each.all_gather(of_all, own) for each, of_all, own in others)]
-        return [(self.others, work) for work in works]
+        return [(None, first), *((None, each.all_gather(of_all, own)) for each, of_all, own in others)]
 
     def _start_for_each(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Works:
         incoming[self.rank].copy_(outgoing[self.rank])
@@ -131,3 +127,14 @@ class Replicas:
                 works.append((peer, parts.irecv(incoming[other], peer, self.groups)))
                 works.append((peer, parts.isend(outgoing[other], peer, self.groups)))
         return works
+
+
+@contextmanager
+def replica_failures(replicas: Replicas) -> Iterator[None]:
+    """Re-raise errors of torch.distributed as CompressionErrors that name what `replicas` exchange."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        raise CompressionError(f"{replicas.exchanged}: {in_one_line(error)}") from None
