@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before any group, or its defaults keep one: threads that run at exit may abort
+import torch.distributed.nn  # before a group exists: its defaults would keep it, and gloo may abort at exit
 import torch.nn.functional as F
 from torch import Tensor, nn
 

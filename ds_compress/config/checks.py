@@ -174,8 +174,8 @@ def check(block: Block) -> None:
         )
     waits = "a stage would send a gradient before its neighbour asks for it, and both would wait for ever"
     reasons = {"depth": waits, "connections": "it sends over DeepSpeed's process group"}
-    for option, why in reasons.items() if link.mode == "blocking" else ():
-        if getattr(link, option) != 1:
+    for option, why in reasons.items():
+        if link.mode == "blocking" and getattr(link, option) != 1:
             raise CompressionError(
                 f"{KEY}.link.{option}: {getattr(link, option)!r} is not allowed with mode 'blocking': {why}; "
                 "use mode 'eager'"

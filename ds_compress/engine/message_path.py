@@ -251,8 +251,8 @@ class MessagePath:
         if lookahead.plain:
             pipe_schedule.steps = lookahead.steps
         try:
-            may_hold = type(pipe_schedule) in ORDERED or not receives_hold_device(engine.device)
-            ahead = self.is_eager and lookahead.plain and may_hold and not engine.dynamic_shape
+            may_post = type(pipe_schedule) in ORDERED or not receives_hold_device(engine.device)
+            ahead = self.is_eager and lookahead.plain and may_post and not engine.dynamic_shape
             yield {key: lookahead.counts[kind] for key, kind in RECEIVED.items()} if ahead else {}
         finally:
             self.lookahead = Lookahead()

@@ -74,10 +74,8 @@ class Monitor(RuntimePart):
         self._gathered: metrics.Channels = []
         self._gradients: dict[str, list[dict[str, float]]] = {}  # of the last reduced step, by kind and stage
         self._written_gradients: dict[str, list[dict[str, float]]] = {}
-        self._last: tuple[metrics.Channels, metrics.Channels] = (
-            [],
-            [],
-        )  # last measured step, and the one before
+        # of the last measured step, and of the one before
+        self._last: tuple[metrics.Channels, metrics.Channels] = [], []
         self._written: metrics.Channels = []
         self._first = self._steps = 0  # number of the first step of this run, and of the last reduced one
         self._started = self._ended = 0.0  # start and end of training, in seconds

@@ -163,8 +163,7 @@ class Exchange:
 
     def residual_norm(self) -> float:
         """Return the norm of both residuals of all slices."""
-        memories = self.slices.saved().values()
-        found = [e.float().norm() for memory in memories for half in HALVES for e in residuals(memory, half)]
+        found = [e.float().norm() for each in self.slices for h in HALVES for e in residuals(each.memory, h)]
         return torch.stack(found).norm().item() if found else 0.0
 
     def _exact(self, gradients: Sequence[Gradient], factor: float) -> Tensor:

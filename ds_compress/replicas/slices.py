@@ -221,6 +221,10 @@ class Slices:
         self._of: dict[tuple[int, int | None, int], list[Slice]] = {}
         self._loaded: dict[int, dict[str, Tensor]] = {}  # from a checkpoint, of slices that do not exist yet
 
+    def __iter__(self) -> Iterator[Slice]:
+        for slices in self._of.values():
+            yield from slices
+
     def memories(self) -> dict[int, dict[str, Tensor]]:
         """Return the current residuals, by number of the slice, those of a checkpoint included.
 
@@ -248,8 +252,7 @@ class Slices:
 
     def saved(self) -> dict[int, dict[str, Tensor]]:
         """Return the residuals for a checkpoint, by slice number."""
-        made = {each.number: each.memory for slices in self._of.values() for each in slices}
-        return {**self._loaded, **made}
+        return {**self._loaded, **{each.number: each.memory for each in self}}
 
     def load(self, memories: dict[int, dict[str, Tensor]]) -> None:
         """Replace all residuals by those of a checkpoint, or of `memories()`."""

@@ -280,7 +280,7 @@ WIDTH = 16
 
 @pytest.mark.parametrize("device", ["none", "cpu"])
 def test_more_samples_than_the_memory_has_room_for_end_the_run(device):
-    """Samples beyond it got no buffer, and were sent as first visits for ever, without a word."""
+    """Samples without room for a buffer were first visits each time they came, and nothing said so."""
     options = {"name": "aqsgd", "max_gb": 3.5 * 2 * WIDTH / 1e9, "offload": {"device": device}}
     pair = Pair(topk(0.25), options)
     for numbers in ((1, 2), (2, 3), (3, 1)):

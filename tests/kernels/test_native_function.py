@@ -34,7 +34,7 @@ def sound(function):
 
 
 def wrong(kind, value):
-    """Arguments in the place of `value` that must be refused, and as what."""
+    """Yield arguments that must be refused where `value` is allowed, each with the error that it raises."""
     if isinstance(kind, range):
         yield kind.stop, ValueError
         yield kind.start - 1, ValueError

@@ -96,7 +96,7 @@ def rounded_once(ptx):
 
 
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-WARPS = 4  # of a program, where nothing else is said
+WARPS = 4  # of a program, by default
 
 LIMITS = {  # at most, for a value: encoding and decoding groups of 128, for sm_90; behind them what it is
     "8 bits": (Grid(8), torch.float32, 13, 6.5),  # 12.5, 5.9
