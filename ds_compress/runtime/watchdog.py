@@ -31,8 +31,9 @@ from contextlib import contextmanager
 from torch.distributed import Store
 
 from ds_compress.errors import CompressionError, in_one_line
+from ds_compress.replicas import transfers
 from ds_compress.runtime.heartbeat import Connections, Peer
-from ds_compress.transport import connections, p2p
+from ds_compress.transport import p2p
 from ds_compress.transport.p2p import is_connection_lost
 
 GRACE = 4.0
@@ -45,7 +46,7 @@ before it tries again."""
 BEATS = 1000
 """Lines that rank 0 reads in a second, about; in larger jobs ranks report less often than once a second."""
 
-TRANSFERS = "/torch/distributed/", p2p.__file__, connections.__file__
+TRANSFERS = "/torch/distributed/", os.path.dirname(p2p.__file__), transfers.__file__
 """Parts of the names of files whose functions wait for transfers."""
 
 LONGEST_FAILURE = 2000

@@ -4,14 +4,24 @@ import contextlib
 import itertools
 import subprocess
 import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed import HashStore
+import torch
+from torch.distributed import HashStore, ProcessGroupGloo
 
 from ds_compress.errors import CompressionError
+from ds_compress.replicas.transfers import Replicas, Started
 from ds_compress.runtime import heartbeat, watchdog
 from ds_compress.runtime.watchdog import GRACE, Watchdog
+from ds_compress.transport.p2p import PeerTimeout
+from ds_compress.transport.parts import Parts
+from ds_compress.transport.staging import Staged
 from tests.runtime.test_heartbeat import RANKS, made
 
 SECONDS = 8.0
@@ -305,6 +315,38 @@ def test_a_rank_may_take_its_time(slow, new_job):
             job.silence(slow)
         job.goes_well()
         assert not job.ended
+
+
+@pytest.mark.parametrize("by", ["one connection", "several", "host memory", "a collective"])
+def test_a_rank_that_waits_for_a_transfer_is_seen(by):
+    """Where gradients crossed by one collective, or packets in parts, it was not: an error that its neighbour
+    had caught was named after `timeout_s` only."""
+    store, arrived, own = HashStore(), torch.zeros(2), torch.ones(2)
+    with ThreadPoolExecutor(2) as threads:
+        connect = partial(ProcessGroupGloo, store, size=2, timeout=timedelta(seconds=60))
+        group, other = threads.map(lambda rank: connect(rank=rank), range(2))
+    if by == "a collective":
+        work = group.allgather([[*arrived.split(1)]], [own[:1]])
+        wait = Started(Replicas(2, 0, (group,)), arrived, [(None, work)]).wait
+        answers = [partial(other.allgather, [[*torch.zeros(2).split(1)]], [own[:1]])]
+    else:
+        size = 2 if by == "one connection" else 1
+        works = [group.recv([part], 1, tag) for tag, part in enumerate(arrived.split(size))]
+        pending = works[0] if size == 2 else Parts(works)
+        if by == "host memory":
+            started = Future()
+            started.set_result(pending)
+            pending = Staged(started, lambda: None)
+        wait = partial(PeerTimeout().wait, pending, 1, arrived.device)
+        answers = [partial(other.send, [part], 0, tag) for tag, part in enumerate(own.split(size))]
+    waiting = Thread(target=wait)
+    waiting.start()
+    time.sleep(1)
+    places = {watchdog._transfer_of(waiting.ident) for _ in range(3)}
+    for answer in answers:
+        answer().wait()
+    waiting.join()
+    assert len(places) == 1 and 0 not in places and arrived.tolist() == [1, 1]
 
 
 def test_nobody_is_late_while_the_machine_sleeps(job):
