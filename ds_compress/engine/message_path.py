@@ -120,10 +120,16 @@ class MessagePath:
     def post_receives(self, training: bool) -> None:
         """Let messages be received ahead whose shapes are known from the batch before."""
         engine, stage = self.engine, self.stage
-        if stage.before is not None:
-            stage.post_receives(Instruction.RECV_ACTIVATION, tensors_in(engine.pipe_recv_buf))
+        if training or not engine.is_last_stage():
+            self.post_activations()
         if stage.after is not None and training and engine.grad_layer is not None:
             stage.post_receives(Instruction.RECV_GRAD, self._gradients_received())
+
+    def post_activations(self) -> None:
+        """Let activations be received ahead; in evaluation the last stage waits until it has loaded data. If
+        data have run out, no packet comes, and the receive would be left for those of the next batch."""
+        if self.stage.before is not None:
+            self.stage.post_receives(Instruction.RECV_ACTIVATION, tensors_in(self.engine.pipe_recv_buf))
 
     def send(self, instruction: Instruction, buffer_id: int, run: "functools.partial[None]") -> None:
         """Run a send instruction of the engine: what it sends leaves as packets, or is left to DeepSpeed.

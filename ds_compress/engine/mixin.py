@@ -131,9 +131,11 @@ class CompressedEngine(_Engine):
 
     def _next_batch(self) -> Any:
         session, guard = self.ds_compress, self.ds_compress.guard
+        batch = super()._next_batch() if guard.replayed is None else next(guard.replayed)
+        if not session.stage.training:
+            session.path.post_activations()
         if guard.replayed is not None:
-            return next(guard.replayed)
-        batch = super()._next_batch()
+            return batch
         if session.stage.wants_samples:
             loading = session.path.lookahead.current
             session.stage.load(batch, loading.kwargs.get("buffer_id") if loading else None)

@@ -164,3 +164,28 @@ def test_every_rank_names_one_that_left_a_batch(how, which, stages, capfd):
     own = lines.pop(which)
     assert all(named in line for line in lines), lines
     assert said[how] in own
+
+
+def evaluate_all(block):
+    """Losses of training between evaluations until the data run out, which each rank's script catches."""
+    engine, data = make(block), batches()
+    losses, evaluated = [], []
+    for _ in range(3):
+        losses.append(engine.train_batch(data).item())
+        few = iter([next(data) for _ in range(2 * MICRO_BATCHES)])
+        try:
+            while True:
+                evaluated.append(engine.eval_batch(few).item())
+        except StopIteration:
+            pass
+    assert len(evaluated) == 6
+    return losses + evaluated
+
+
+@pytest.mark.parametrize("block", [{}, {**BLOCKS["lossy"], "guard": {"every": 1}}])
+def test_training_goes_on_after_an_evaluation_whose_data_run_out_on_all_ranks(block):
+    """The last stage had posted receives for a batch that never began: the next one was refused, though
+    docs/failures.md says that training goes on, as it does with DeepSpeed alone."""
+    ours, stock = (run_ranks(2, evaluate_all, own) for own in (block, None))
+    assert ours[0] == ours[1]
+    assert ours[0] == (stock[0] if not block else pytest.approx(stock[0], rel=0.05))
