@@ -155,6 +155,9 @@ class AutoController(DepthController):
             self._tries += 1
             self.measure_again()
             return None
+        if not all(row["forward"] and row["backward"] for row in rows):
+            self._give_up(engine, "this program runs passes of a stage by functions that are not measured")
+            return None
         found = profile_cluster(rows, engine.micro_batches, self.now, self._link.memory_gb, engine.device)
         evaluations = [
             [_evaluation(candidate, before, after) for candidate in self._candidates]

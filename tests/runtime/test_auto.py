@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.schedule import ForwardPass
 
 from ds_compress.config.recipes import LIMITS
 from ds_compress.planning.step_time import Workload
@@ -250,3 +252,24 @@ def test_what_it_cannot_predict_stays_uncompressed():
     why = "the time of a step of TwiceSchedule cannot be predicted"
     line = f"ds_compress: recipe auto: messages stay uncompressed: {why}"
     assert run_ranks(2, trained_by_an_own_schedule) == [([line], True), ([], True)]
+
+
+def trained_by_a_forward_pass_of_its_own(stage):
+    with printed_lines("recipe auto") as lines:
+        engine = build(2, ds_config(block()))
+        if engine.stage_id == stage:
+            run = PipelineEngine._INSTRUCTION_MAP[ForwardPass]
+            own = {ForwardPass: lambda engine, buffer_id: run(engine, buffer_id)}
+            engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, **own}
+        losses = train_on(engine, CHOSEN + 2, shape=SHAPE)["losses"]
+    return [line for line in lines if "active" not in line], losses
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_passes_that_are_not_measured_leave_messages_uncompressed(stage):
+    """A program that replaces an instruction of a live engine, as public ones do, ended in its third step by
+    a division by zero."""
+    why = "this program runs passes of a stage by functions that are not measured"
+    first, second = run_ranks(2, trained_by_a_forward_pass_of_its_own, stage)
+    assert first[0] == [f"ds_compress: recipe auto: messages stay uncompressed: {why}"] and not second[0]
+    assert first[1] == second[1] == run_ranks(2, trained_stock)[0][: CHOSEN + 2]
