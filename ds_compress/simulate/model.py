@@ -112,6 +112,12 @@ def simulate(
             f"{KEY}.recipe: 'auto' is not simulated, as it chooses from what a pipeline measures; use the "
             "block that it prints there"
         )
+    interval = getattr(model, "activation_checkpoint_interval", 0)
+    if interval:
+        raise CompressionError(
+            f"simulate: activation_checkpoint_interval {interval} of the PipelineModule: boundaries cannot "
+            "be recomputed; allowed: 0, which has the same results"
+        )
     cuts = _between(cuts, len(layers))
     config.in_force.check_boundaries(len(cuts))
     config.count_epochs(steps_per_epoch)

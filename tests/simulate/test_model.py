@@ -91,6 +91,13 @@ def test_a_one_stage_pipeline_module_is_simulated_in_place():
     assert run_ranks(1, losses)[0] == run_ranks(2, pipeline.train, 2, config)[0]["losses"]
 
 
+def test_recomputed_layers_are_refused():
+    """DeepSpeed had counted the layers before there were boundaries: the last one was left out silently."""
+    config = ds_config({}, pipeline={"activation_checkpoint_interval": 1})
+    (line,) = run_ranks(1, lambda: refusal(simulate, pipeline.build(1, config).module, config, [4]))
+    assert "activation_checkpoint_interval 1 of the PipelineModule" in line and "allowed: 0" in line
+
+
 def test_evaluation_sees_what_the_step_before_it_learned():
     block = alike({"name": "lowrank", "rank": 2}, warmup_steps=1)
     found, *_ = run_ranks(3, pipeline_kinds.train, KINDS["tensor"], block)
