@@ -148,7 +148,8 @@ def _search(
 def saved_state(root: Path, tag: str, rank: Rank, step: int) -> tuple[dict[str, Any], dict[str, list[float]]]:
     """Return the `state` and `own_state` of a session at checkpoint `tag`, empty if they are unknown.
 
-    A rank without a file, as in a new replica, reads the state in the files of others.
+    A rank without a file, as in a new replica, reads the state in the files of others. So does one whose file
+    was saved under this tag by an earlier run with more replicas.
     """
     own = rank.path(Path()).name
     others = sorted(path.name for path in Path(root, tag).glob("ds_compress_pp*.safetensors"))
@@ -158,7 +159,7 @@ def saved_state(root: Path, tag: str, rank: Rank, step: int) -> tuple[dict[str, 
         except DamagedFile:  # `load` logs why
             continue
         if metadata.step != step:
-            break
+            continue
         state = metadata.state.model_dump(mode="json") if metadata.state else {}
         measured = {boundary: list(pair) for boundary, pair in metadata.own_state.items()}
         return state, measured if name == own else {}

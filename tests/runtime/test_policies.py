@@ -84,11 +84,15 @@ def test_resuming_goes_on_exactly_and_evaluation_does_not_disturb(link, saved):
     assert whole[0]["printed"][0].startswith("ds_compress: policy accordion: from step ")
 
 
-def test_a_rank_without_a_file_has_the_settings_of_the_others(saved, tmp_path):
-    """As new replicas have none; what its side keeps starts from zero, and is said."""
+@pytest.mark.parametrize("left", ["nothing", "a file of another step"])
+def test_a_rank_without_a_file_has_the_settings_of_the_others(left, saved, tmp_path):
+    """As new replicas have none; what its side keeps starts from zero, and is said. An earlier run with more
+    replicas may have left one under the same tag: then all settings started from the block again."""
     shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
     (file,) = (tmp_path / "step5").glob("ds_compress_pp00*.safetensors")
     file.unlink()
+    if left != "nothing":
+        shutil.copy(tmp_path / "step4" / file.name, file)
     resumed = run_ranks(2, trained, ds_config(block(ACCORDION)), 2, tmp_path, 5)
     for ours, theirs in zip(resumed, saved[1]):
         assert ours["rungs"] == theirs["rungs"][5:] and ours["sent"] == theirs["sent"][5:]
