@@ -226,8 +226,8 @@ def _name(path: Path, place: Path) -> str:
 
     If none is left, use the last part of `place`.
     """
-    parts = [part for part in place.resolve().with_suffix("").parts if not re.fullmatch(COMMON, part)]
-    above = [part for part in path.resolve().with_suffix("").parts if not re.fullmatch(COMMON, part)]
+    parts = [part for part in place.resolve().parts if not re.fullmatch(COMMON, part)]
+    above = [part for part in path.resolve().parts if not re.fullmatch(COMMON, part)]
     return "/".join(parts[len(above) :]) or parts[-1]
 
 

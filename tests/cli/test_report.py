@@ -99,6 +99,17 @@ def test_a_run_that_went_on_in_the_same_folder(tmp_path):
     assert read_run(tmp_path).series[LOSS] == [(32, 5.0), (64, 4.0), (96, 3.4), (128, 3.0)]
 
 
+def test_names_with_dots(tmp_path, capsys):
+    """Runs in the folders lr0.1 and lr0.2 were both named lr0, so no report was made of them."""
+    folders = [tmp_path / "lr0.1" / "csv", tmp_path / "lr0.2"]
+    for folder in folders:
+        write_csv(folder, LOSS, [(32, 2.0), (64, 1.0)])
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "lr0.1: loss 1.5" in said and "lr0.2: +0.000 loss against lr0.1" in said
+    assert [read_run(folder).name for folder in folders] == ["lr0.1", "lr0.2"]
+
+
 def test_stock_runs_have_a_loss_but_no_bytes(tmp_path):
     write_csv(tmp_path / "stock", LOSS, [(32, 5.0), (64, 4.0)])
     assert main(["report", str(tmp_path / "stock"), "--out", str(tmp_path / "out")]) == 0
