@@ -22,6 +22,9 @@ COMMON = r"csv|files|tensorboard|wandb|(offline-)?run-\d+_\d+-\w+"
 OF_PLACE = rf"Train_Compression_(boundary_\d+|{'|'.join(GRADIENTS)})_(forward|backward|stage_\d+)_(\w+)\.csv"
 """Name of a file with a metric of a channel, or of gradients that a stage exchanges."""
 
+RUNNING_TOTALS = "raw_bytes", "wire_bytes", "rounds"
+"""Names of the values that begin at 0 when a run goes on from a checkpoint."""
+
 SUMMARY = "wandb-summary.json"
 
 Series = list[tuple[int, float]]
@@ -74,10 +77,9 @@ class RecordedRun:
         counts = self.series.get(exchange_label("replicas", 0, "rounds"), [])
         if not counts or not counts[-1][1]:
             return {}
-        samples = {at for at, count in counts if count}
-        members = [
-            count for at, count in self.series[exchange_label("replicas", 0, "members")] if at in samples
-        ]
+        present = self.series[exchange_label("replicas", 0, "members")]
+        samples = {at for at, count in present if count}  # a run that goes on begins without a round
+        members = [count for at, count in present if at in samples]
         times = self._everywhere("round_s", "replicas")
         return {
             "rounds": counts[-1][1],
@@ -172,7 +174,7 @@ def read_runs(path: Path) -> list[RecordedRun]:
     unusable: list[CompressionError] = []
     for place, kind in places:
         try:
-            series = {name: sorted(dict(own).items()) for name, own in READERS[kind](place).items()}
+            series = {name: _join(name, own) for name, own in READERS[kind](place).items()}
             if not series.get(LOSS):
                 raise CompressionError(f"report: {place} holds no {LOSS}: the run wrote no step")
         except CompressionError as error:
@@ -190,6 +192,18 @@ def read_runs(path: Path) -> list[RecordedRun]:
     for reason in unusable:
         print(f"{reason}; skipped", file=sys.stderr)
     return runs
+
+
+def _join(name: str, written: Series) -> Series:
+    """Sort what a run wrote; of a step that was done twice the last value counts. Running totals go on where
+    the run went on from a checkpoint."""
+    found, before, last = Series(), 0.0, 0.0
+    for at, value in sorted(dict(written).items()):
+        if name.rpartition("/")[2] in RUNNING_TOTALS:
+            before += last if value < last else 0.0
+            last = value
+        found.append((at, before + value))
+    return found
 
 
 def _places(path: Path) -> list[tuple[Path, str]]:

@@ -99,6 +99,26 @@ def test_a_run_that_went_on_in_the_same_folder(tmp_path):
     assert read_run(tmp_path).series[LOSS] == [(32, 5.0), (64, 4.0), (96, 3.4), (128, 3.0)]
 
 
+def test_bytes_of_a_run_that_went_on(tmp_path):
+    """Totals began at 0 again: the report had the bytes since, and bars of all steps too low, or below 0."""
+    folder = tmp_path / "csv"
+    for samples in ((32, 64, 96, 128), (128, 160)):  # the last step was done twice
+        write_csv(folder, LOSS, [(at, 1.0) for at in samples])
+        for direction in DIRECTIONS:
+            for name, size in (("raw_bytes", 1000), ("wire_bytes", 100)):
+                totals = [(at, size * number) for number, at in enumerate(samples, 1)]
+                write_csv(folder, label(name, 0, direction), totals)
+        rounds = [0, 1, 2, 3][: len(samples)]
+        for name, values in (("rounds", rounds), ("members", [2 * bool(each) for each in rounds])):
+            write_csv(folder, exchange_label("replicas", 0, name), zip(samples, values))
+        write_csv(folder, exchange_label("replicas", 0, "round_s"), [(at, 4.0) for at in samples])
+        write_csv(folder, exchange_label("replicas", 0, "wire_bytes"), [(at, 1e6) for at in samples])
+    run = read_run(folder)
+    assert (summarize(run)["MB sent"], summarize(run)["ratio"]) == (2 * 5 * 100 / 1e6, 10)
+    assert run.per_step("wire_bytes", 0, "forward") == 100
+    assert (run.rounds()["rounds"], run.rounds()["members_least"]) == (3, 2)
+
+
 def test_names_with_dots(tmp_path, capsys):
     """Runs in the folders lr0.1 and lr0.2 were both named lr0, so no report was made of them."""
     folders = [tmp_path / "lr0.1" / "csv", tmp_path / "lr0.2"]
