@@ -24,6 +24,12 @@ class Document(NamedTuple):
     """One for each id: the id itself, or `IGNORED`."""
 
 
+def list_texts(folder: Path) -> list[Path]:
+    """Return the files in the folder of a model or a tokenizer that hold no weights; none without it."""
+    found = (file for suffix in ("json", "txt", "model", "jinja") for file in folder.glob(f"*.{suffix}"))
+    return sorted(file for file in found if not file.name.endswith("index.json"))
+
+
 def read_records(source: str, data: Data) -> Iterable[dict[str, Any]]:
     """Read the records of a file, or of a data set of that name.
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from ds_compress.errors import CompressionError, errors_at, failures_at
+from ds_compress.hf.documents import list_texts
 from ds_compress.hf.model import LoadedPart, make_layer_specs
 from ds_compress.hf.quantized import dequantize, make_plain
 from ds_compress.hf.run_folder import LATEST, read_name
@@ -84,10 +85,12 @@ def _name_shards(shards: list[dict[str, int]], to: Path) -> None:
 
 
 def _copy_configs(settings: Settings, to: Path) -> None:
-    """Copy the files of the model and the tokenizer that hold no weights."""
+    """Copy the files of the model and the tokenizer that hold no weights; each has its own, so a tokenizer's
+    folder may be that of another model."""
+    of_model = "config.json", "generation_config.json"
     for folder in (settings.model, settings.tokenizer or settings.model):
-        for file in Path(folder).iterdir():
-            if file.suffix in (".json", ".txt", ".model", ".jinja") and not file.name.endswith("index.json"):
+        for file in list_texts(Path(folder)):
+            if folder == settings.model or file.name not in of_model:
                 shutil.copyfile(file, to / file.name)
     config = json.loads((to / "config.json").read_text())
     if config.pop("quantization_config", None):

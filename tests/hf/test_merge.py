@@ -2,15 +2,16 @@
 
 import resource
 import shutil
+from pathlib import Path
 
 import pytest
 
 from ds_compress.cli import main
-from ds_compress.hf.merge import merge
+from ds_compress.hf.merge import _copy_configs, merge
 from ds_compress.hf.settings import read_settings
 from ds_compress.hf.training import FinetuneRun
 from tests.hf.test_run_folder import allow_files_up_to
-from tests.support.finetuning import change, plain_run
+from tests.support.finetuning import change, plain_run, prepare
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
 
@@ -77,3 +78,15 @@ def merge_with_limit(out, size):
         return refusal(merge, out, out.parent / str(size))
     finally:
         allow_files_up_to(resource.RLIM_INFINITY)
+
+
+def test_a_tokenizer_beside_another_model(tmp_path):
+    """The merged model had the config.json of that model, which lay beside the tokenizer."""
+    settings = read_settings(prepare(tmp_path, tokenizer=str(tmp_path / "other")))
+    other = shutil.copytree(settings.model, tmp_path / "other")
+    (other / "config.json").write_text('{"model_type": "gpt2"}')
+    (other / "chat_template.jinja").write_text("theirs")
+    (merged := tmp_path / "merged").mkdir()
+    _copy_configs(settings, merged)
+    assert (merged / "config.json").read_text() == (Path(settings.model) / "config.json").read_text()
+    assert (merged / "chat_template.jinja").read_text() == "theirs"
