@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ds_compress.errors import CompressionError, failures_at
-from ds_compress.hf.documents import IGNORED, Document, read_records, tokenize
+from ds_compress.hf.documents import IGNORED, Document, list_texts, read_records, tokenize
 from ds_compress.hf.settings import NAME, Settings
 
 IDS, LABELS, POSITIONS = range(3)
@@ -174,14 +174,15 @@ class Sequences:
 def _load(settings: Settings, source: str, tokenizer: Any) -> tuple[Rows, list[np.ndarray]]:
     """Load the sequences of `source`, and the numbers of those of each length; the first call writes them to
     the folder of the run."""
-    path = Path(source)
-    stat = path.stat() if path.is_file() else None
+    path, folder = Path(source), settings.tokenizer or settings.model
+    texts = [path] if path.is_file() else []
+    stats = [(file.name, file.stat()) for file in (*texts, *list_texts(Path(folder)))]
     key = [
         source,
-        stat and (stat.st_size, stat.st_mtime_ns),
+        [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],
         settings.data.model_dump(),
         settings.sequence_length,
-        str(settings.tokenizer or settings.model),
+        folder,
     ]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     caches = [Path(settings.out, "data", f"{name}-{part}.npy") for part in ("tokens", "bounds")]

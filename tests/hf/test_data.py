@@ -4,11 +4,13 @@ import itertools
 import re
 from collections import Counter
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from ds_compress.hf.data import IDS, LABELS, POSITIONS, Sequences, pack_documents
 from ds_compress.hf.documents import IGNORED, Document, split_text, tokenize
@@ -165,6 +167,17 @@ def test_held_out_sequences_are_not_trained_on(sequences):
     assert len(sequences.eval[0]) == max(1, round(0.05 * (len(sequences.eval[0]) + len(sequences))))
     (ids, _), _ = sequences.held_out(2, 0, 1)[0]
     assert ids.tolist() == [sequences.sources[0][number][IDS].tolist() for number in sequences.eval[0][:2]]
+
+
+def test_a_tokenizer_that_was_changed(tmp_path, sequences):
+    """Who replaced a wrong tokenizer, and started again, still got the tokens of the wrong one."""
+    settings = read_settings(tmp_path / "train.json")
+    file = Path(settings.model) / "tokenizer.json"
+    file.write_text(file.read_text().replace('"cat":', '"tac":').replace('"dog":', '"cat":'))
+    changed = Sequences(settings, AutoTokenizer.from_pretrained(settings.model))
+    before, after = ([*rows.tokens[:, IDS]] for (rows,) in (sequences.sources, changed.sources))
+    cat, dog, unknown = tokenizer().convert_tokens_to_ids(["cat", "dog", "<unk>"])
+    assert after == [{cat: dog, dog: unknown}.get(token, token) for token in before]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
