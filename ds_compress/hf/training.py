@@ -174,8 +174,9 @@ class FinetuneRun:
 
     @property
     def _best_step(self) -> int | None:
-        """The step with the lowest perplexity; None if none was evaluated."""
-        return min(self.evaluations, key=self.evaluations.__getitem__, default=None)
+        """The step with the lowest perplexity, which nan is not; None if none was evaluated."""
+        found = self.evaluations
+        return min(found, key=lambda step: (math.isnan(found[step]), found[step]), default=None)
 
     @property
     def _has_stopped(self) -> bool:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from ds_compress.cli import main
-from ds_compress.hf.settings import LearningRate, read_settings
+from ds_compress.hf.settings import LearningRate, Settings, read_settings
 from ds_compress.hf.training import FinetuneRun
 from tests.support.calls import wrapped
 from tests.support.finetuning import BLOCK, DS_CONFIG, losses, prepare
@@ -45,6 +45,16 @@ def test_a_run_ends_when_it_learns_nothing_and_keeps_the_best(tmp_path, capsys):
     best, last = (load_file(tmp_path / name / file) for name in ("best", "last"))
     assert best.keys() == last.keys()
     assert not any(torch.equal(best[name], last[name]) for name in best)
+
+
+def test_a_perplexity_that_is_nan_is_not_the_best():
+    """A first one that was nan stayed the best, so `best` had its weights, and `early_stop` ended the run."""
+    run = object.__new__(FinetuneRun)
+    run.evaluations = {2: math.nan, 4: 9.0, 6: 7.0, 8: math.nan}
+    run.settings = Settings.model_construct(early_stop=2)
+    assert run._best_step == 6 and not run._has_stopped
+    run.evaluations = {2: math.nan, 4: math.nan, 6: math.nan}
+    assert run._best_step == 2 and run._has_stopped
 
 
 def test_evaluations_and_schedules_survive_a_stop(tmp_path):
