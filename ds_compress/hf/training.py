@@ -291,7 +291,8 @@ def complete_ds_config(settings: Settings, dtype: torch.dtype | None) -> dict[st
     if settings.lora or dtype not in (torch.bfloat16, torch.float16):
         return config
     if dtype == torch.float16:
-        if "fp16" not in config:
+        fp16 = config.get("fp16")
+        if not (isinstance(fp16, dict) and fp16.get("enabled")):
             raise CompressionError(
                 f'{NAME}.dtype: "fp16" needs "fp16": {{"enabled": true}} in ds_config to train all '
                 'parameters; or choose "bf16", "fp32" or "lora"'

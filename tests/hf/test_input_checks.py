@@ -53,6 +53,12 @@ REFUSED = {
     "sequence_length: 65 is not allowed: the model's config.json has "
     '"max_position_embeddings" for 64 tokens; should be at most that': {"sequence_length": 65},
     'dtype: "fp16" needs "fp16": ': {"dtype": "fp16", "lora": None},
+    # with fp16 switched off it was trained without loss scaling, and without fp32 weights
+    'dtype: "fp16" needs "fp16": {"enabled": true} in': {
+        "dtype": "fp16",
+        "lora": None,
+        "ds_config": {**DS_CONFIG, "fp16": {"enabled": False}},
+    },
     "early_stop: counts evaluations, but eval_every is 0; set both": {"early_stop": 2},
     'lr_schedule: ds_config has a "scheduler", too; leave one of the two': ONE_SCHEDULE | ANOTHER_SCHEDULE,
 }
