@@ -8,13 +8,14 @@ import deepspeed
 import pytest
 import torch
 from deepspeed import comm as dist
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors import safe_open
 
 from ds_compress.hf import pipeline_module
 from ds_compress.hf.merge import merge
 from ds_compress.hf.model import load_config
-from tests.support.finetuning import batch, load_model, run_model, save
+from tests.support.finetuning import batch, load_model, prepare, run_model, save
 from tests.support.pipeline import ds_config
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
@@ -190,3 +191,14 @@ def test_a_tied_embedding_is_sent_only_if_it_differs(tmp_path):
     assert ours == theirs
     at_the_start, sent, first, last = ours
     assert at_the_start == 0 and sent == 1 and first == last
+
+
+def refused_topology(folder):
+    topology = PipeDataParallelTopology(num_pp=1, num_dp=1)
+    return refusal(pipeline_module, folder, 2, topology=topology)
+
+
+def test_a_topology_of_other_stages(tmp_path):
+    """The stages that it lacks were left out: the model was trained without its last layers and its head."""
+    (line,) = run_ranks(1, refused_topology, prepare(tmp_path).parent / "model")
+    assert line == "stages: 2 is not allowed: should be 1, as in the topology"
