@@ -232,8 +232,9 @@ class Exchange:
 
         received = yield Transfer(packets, sizes)
         assert received is not None
-        gathered_bytes = [sum(sent.nbytes for sent in each if sent.gathered) for each in plan]
-        averages = torch.zeros(gathered_bytes[own], dtype=torch.uint8, device=device)
+        # slices of a parameter may touch different numbers of rows, so their packets may differ in size
+        most = max(sum(sent.nbytes for sent in each if sent.gathered) for each in plan)
+        averages = torch.zeros(most, dtype=torch.uint8, device=device)
         outgoing = iter(cut(averages, [sent for sent in plan[own] if sent.gathered]))
         by_sender = [cut(each, plan[own]) for each in received.view(size, -1)]
         for arrived in zip(*by_sender):
@@ -248,7 +249,7 @@ class Exchange:
             else:
                 sent.write(mean, scale)
 
-        if averages.numel():  # slices have equal sizes, so all replicas take the same branch
+        if most:
             everywhere = yield Transfer(averages)
             assert everywhere is not None
             for owner, each in enumerate(everywhere.view(size, -1)):
