@@ -30,7 +30,7 @@ def free_with(engine: Any, groups: Sequence[Any], close: Callable[[], None]) -> 
     """Free process `groups` and call `close` when `engine` goes; for every engine on every rank alike."""
     number = next(_numbers)
     _living.add(number)
-    if not all(map(_is_freed_alone, groups)):
+    if not _are_freed_alone():
         _shared.append(number)
     finalizer = weakref.finalize(engine, _gone, number, groups, close, os.getpid())
     finalizer.atexit = False  # the end of the process frees everything
@@ -59,8 +59,9 @@ def _gone(number: int, groups: Sequence[Any], close: Callable[[], None], process
         _free(groups)
 
 
-def _is_freed_alone(group: Any) -> bool:
-    backends = (pair.rpartition(":")[2] for pair in dist.get_backend_config(group).split(","))
+def _are_freed_alone() -> bool:
+    # that of the default group, which ours have, too: a rank may have no group, and another one some
+    backends = (pair.rpartition(":")[2] for pair in dist.get_backend_config().split(","))
     return all(backend in FREED_ALONE for backend in backends)
 
 

@@ -17,7 +17,7 @@ from ds_compress.engine import attach, cleanup, wiring
 from ds_compress.errors import CompressionError
 from tests.support.pipeline import alike, batches, build, ds_config, layers
 from tests.support.ranks import run_ranks
-from tests.support.replicas import WIDE, train_steps, wide_layers
+from tests.support.replicas import WIDE, tied_layers, train_steps, wide_layers
 from tests.transport.streams import install
 
 ENGINES = 3
@@ -124,6 +124,24 @@ def test_groups_that_need_both_ranks_are_freed_when_all_have_dropped_the_engine(
     """Engine 1 is still used on rank 1 when engine 2 is built: its groups go when engine 3 is."""
     # a group of all ranks for each direction, of even boundaries and of odd
     assert run_ranks(STAGES, freed_together) == [[0, 4, 4, -4]] * STAGES
+
+
+def replaced_engines():
+    """By how many groups this rank has more after each engine, where all ranks free one together."""
+    cleanup.FREED_ALONE, counts = (), []
+    for block in (None, *[{"link": {"mode": "blocking"}, "tied": {"codec": "bf16"}}] * 3):
+        before = len(distributed_c10d._world.pg_map)
+        engine = build(STAGES, ds_config(block), tied_layers())
+        counts.append(len(distributed_c10d._world.pg_map) - before)
+        del engine
+        gc.collect()
+    return [count - counts[0] for count in counts]
+
+
+def test_a_rank_without_groups_helps_to_free_those_of_others():
+    """It took no part, and the others waited for it while they built the next engine, for ever."""
+    first, middle, last = run_ranks(STAGES, replaced_engines, timeout=60)
+    assert first == last == [0, 1, 0, 0] and middle == [0, 0, 0, 0]
 
 
 EF21 = alike({"name": "topk", "density": 0.2}, "ef21")
