@@ -70,7 +70,7 @@ class State:
     def put(self, ctx: Context, spec: TensorSpec, new: tuple[Tensor, ...]) -> None:
         """Store `new`, which `to_stored` returned."""
         for key, entry in zip(self._keys(ctx, spec), new):
-            ctx.memory[key] = entry
+            ctx.memory[key] = entry.contiguous()  # of a transposed message it is not
 
     def values(self, stored: tuple[Tensor, ...], spec: TensorSpec) -> Tensor:
         """Return the values of `stored`."""

@@ -5,7 +5,7 @@ import torch
 
 from ds_compress.config import Config
 from ds_compress.feedback import FEEDBACKS
-from tests.support.codecs import DTYPES, SETTINGS, FourBits, Pair, error_of, ids, roundtrip, topk
+from tests.support.codecs import DTYPES, SETTINGS, FourBits, Pair, error_of, goes_with, ids, roundtrip, topk
 
 STATES = ("ef", "ef21", "ef_mixed", "loco")
 EACH_STATE = pytest.mark.parametrize("feedback", STATES)
@@ -145,6 +145,22 @@ def test_any_shape_and_dtype(feedback, codec, shape, dtype):
         assert arrived.isfinite().all()
         if codec == "none":  # a bf16 difference of two values around 3
             torch.testing.assert_close(arrived, x, atol=2e-2, rtol=0)
+
+
+@EACH_STATE
+@pytest.mark.parametrize("codec", ["minmax", {"name": "lowrank", "rank": 3, "dtype": "fp32"}], ids=str)
+def test_messages_that_are_not_contiguous_go_on_from_a_checkpoint(codec, feedback):
+    """A checkpoint restores states contiguous: they were kept as the message lay in memory, and products with
+    that residual had other last bits after a resume."""
+    if not goes_with(feedback, codec):
+        return
+    torch.manual_seed(0)
+    whole, resumed = Pair(codec, feedback), Pair(codec, feedback)
+    for step in range(1, 4):
+        x = torch.randn(13, 128).T
+        assert torch.equal(whole(x, step=step), resumed(x, step=step))
+        for side in (resumed.sender, resumed.receiver):
+            side.update({key: value.contiguous().clone() for key, value in side.items()})
 
 
 @pytest.mark.parametrize("feedback", [*STATES, {"name": "aqsgd", "first_visit": "bf16"}], ids=str)
