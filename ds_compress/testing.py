@@ -305,6 +305,7 @@ def check_memory_order(pair: CodecPair) -> None:
             wide[:, :, ::2],
             wide[1::3].permute(2, 1, 0),
             wide[:, :1].expand(-1, 4, -1),
+            wide.view(1, -1).T,  # contiguous, with other strides than its contiguous copy
         )
         for x in strided:
             if not pair.refusal(TensorSpec.of(x)):

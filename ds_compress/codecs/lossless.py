@@ -9,6 +9,7 @@ from torch import Tensor
 from ds_compress.codec import Codec, Context, Layout, TensorSpec, register
 from ds_compress.codecs.mixins import VariableSizePayload
 from ds_compress.errors import CompressionError
+from ds_compress.kernels.memory import as_bytes
 
 
 @register("lossless")
@@ -62,7 +63,7 @@ class Lossless(Codec, VariableSizePayload):
 
 def byte_shuffle(x: Tensor) -> Tensor:
     """Return the first bytes of all numbers, then the second ones, ...: uint8 [bytes]; `x` is contiguous."""
-    return torch.stack(x.view(-1, 1).view(torch.uint8).unbind(1)).view(-1)
+    return torch.stack(as_bytes(x).view(-1, x.itemsize).unbind(1)).view(-1)
 
 
 def byte_unshuffle(shuffled: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -3,8 +3,9 @@
 import hashlib
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor
+
+from ds_compress.kernels.memory import as_bytes
 
 WINDOW = 1 << 26
 """Bytes of mirrored state that one comparison in training reads, of each direction of a boundary: about
@@ -14,7 +15,7 @@ WINDOW = 1 << 26
 def absorb(update: Callable[[bytes | memoryview], None], name: str, value: Tensor) -> None:
     """Add the name, shape, dtype and bytes of a tensor to the hash that `update` feeds."""
     update(f"{name} {tuple(value.shape)} {value.dtype} ".encode())
-    update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    update(as_bytes(value.detach().cpu()).numpy().data)
 
 
 def mirror_digest(memories: Mapping[int, Mapping[str, Tensor]]) -> int:
@@ -45,7 +46,7 @@ def window_digest(memories: Mapping[int, Mapping[str, Tensor]], direction: str, 
     digest = hashlib.blake2b(f"{len(mirrored)} {total}".encode(), digest_size=8)
     for position, key, value in mirrored:
         if start < value.nbytes and start > -WINDOW:
-            part = value.detach().contiguous().flatten().view(torch.uint8)[max(start, 0) : start + WINDOW]
+            part = as_bytes(value.detach())[max(start, 0) : start + WINDOW]
             absorb(digest.update, f"{position} {key} {tuple(value.shape)} {value.dtype}", part)
         start -= value.nbytes  # now from the beginning of the next entry
     return int.from_bytes(digest.digest(), "little", signed=True)

@@ -94,6 +94,14 @@ def scratch(role: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return part
 
 
+def as_bytes(x: Tensor) -> Tensor:
+    """Return the bytes of `x`, uint8 [bytes], without a copy if it is contiguous.
+
+    A tensor of one column is contiguous whatever its strides are, and torch views only some of them as bytes.
+    """
+    return x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
 def copy_into(out: tuple[Tensor, ...] | None, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Copy `parts` into the memory `out` and return it; without `out` return `parts`."""
     return parts if out is None else tuple(place.copy_(part) for place, part in zip(out, parts, strict=True))

@@ -123,6 +123,13 @@ def test_hashes_see_every_input():
     assert (before == after).tolist() == [True, False, True]
 
 
+def test_hashes_of_a_lone_sample_with_a_column():
+    """The column of a one-row matrix is contiguous, but its stride is not 1; torch views no bytes of it."""
+    tokens = torch.arange(8).view(2, 4)
+    both = SampleIds().of(((tokens, tokens[:, 0]), None))
+    assert torch.equal(SampleIds().of(((tokens[:1], tokens[:1, 0]), None)), both[:1])
+
+
 def test_columns_and_batches():
     batch = (torch.zeros(3, 2), torch.zeros(3), torch.tensor([8, 9, 2], dtype=torch.int32))
     assert SampleIds(column=2).of(batch).tolist() == [8, 9, 2]

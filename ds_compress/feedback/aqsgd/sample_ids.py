@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ds_compress.codec import TensorSpec
 from ds_compress.errors import CompressionError
+from ds_compress.kernels.memory import as_bytes
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,7 @@ class SampleIds:
 def _hash_rows(tensors: list[Tensor]) -> Tensor:
     """Return int64 [rows]: BLAKE2b of the bytes of each index of dim 0, over all `tensors`."""
     rows = tensors[0].shape[0]
-    bytes_of = [
-        t.detach().cpu().contiguous().flatten().view(torch.uint8).view(rows, -1).numpy() for t in tensors
-    ]
+    bytes_of = [as_bytes(t.detach().cpu()).view(rows, -1).numpy() for t in tensors]
     digests = [
         hashlib.blake2b(b"".join(each[row].tobytes() for each in bytes_of), digest_size=8).digest()
         for row in range(rows)
