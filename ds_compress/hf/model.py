@@ -301,7 +301,8 @@ def pipeline_module(
         specs, bounds = make_layer_specs(Path(checkpoint), stages, lora, dtype, positions, seed, quantize)
         if topology and topology.get_dim("pipe") != len(bounds) - 1:
             raise CompressionError(
-                f"stages: {shown(stages)} is not allowed: should be {topology.get_dim('pipe')}, as in the topology"
+                f"stages: {shown(stages)} is not allowed: should be {topology.get_dim('pipe')}, as in "
+                "the topology"
             )
     return TransformersPipeline(
         specs,

@@ -99,7 +99,7 @@ def probe_neighbours(
     One link is measured at a time, so that none slows another.
 
     Args:
-        distances: between the two ranks of a link. Pipelines have 1; replicas, the number of stages.
+        distances: between the two ranks of a link, for each kind of links.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     pairs = [(one, one + far) for far in sorted(set(distances)) for one in range(world - far)]

@@ -167,11 +167,13 @@ def ranks(count, world, *more, first=0, address="127.0.0.1", python=interpreter,
 
 
 def test_links_between_replicas_under_a_launcher():
-    """Two replicas, each on two machines; rank 0 tells."""
-    (out, _, code), *others = ranks(4, 4, "--json", "--replicas", "2")
-    assert code == 0 and [(out, code) for out, _, code in others] == [("", 0)] * 3
+    """Two replicas of three stages; rank 0 tells. Ranks 2 apart are neighbouring stages in DeepSpeed's own
+    order, which were not measured, and ranks 3 apart replicas that stand in a row."""
+    (out, _, code), *others = ranks(6, 6, "--json", "--replicas", "2")
+    assert code == 0 and [(out, code) for out, _, code in others] == [("", 0)] * 5
     links = json.loads(out)["links"]
-    assert [link["ranks"] for link in links] == [[0, 1], [0, 2], [1, 2], [1, 3], [2, 3]]
+    pairs = sorted([one, one + far] for far in (1, 2, 3) for one in range(6 - far))
+    assert [link["ranks"] for link in links] == pairs
     assert all(0 < link[f"gbps_{way}"] < 1e4 for link in links for way in ("forward", "backward"))
     (_, message, code), *_ = ranks(1, 1, "--replicas", "2")
     assert code == 2 and "--replicas: 2 is not allowed: should divide the 1 processes" in message

@@ -49,7 +49,8 @@ class Meeting:
             raise CompressionError(
                 f"--replicas: {replicas} is not allowed: should divide the {self.world} processes started"
             )
-        self.distances = (1,) if replicas == 1 else (1, self.world // replicas)
+        # stages, or replicas of a stage, have neighbouring ranks: the topology of the pipeline says which
+        self.distances = (1, replicas, self.world // replicas)
         theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self.timeout = timedelta(seconds=seconds)
         with self._failing(
