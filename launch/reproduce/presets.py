@@ -219,9 +219,10 @@ def long(name: str, steps: int, **options: Any) -> LanguageSize:
 
 LONG: Preset = {
     **{f"{name}-{steps}": long(name, steps) for name in ("llama", "moe") for steps in (300, 1200, 4800)},
+    "llama-300-batch16": long("llama", 300, batch=16, blocks=16 * 300),
     "llama-1200-wide": long("llama", 1200, hidden=512, heads=8),
 }
-"""Hidden states of 128 values, and of 512."""
+"""Hidden states of 128 values, and of 512; 4 samples a step, and 16."""
 
 TIED: Preset = {
     f"tied-{steps}": TiedSize(
