@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import itertools
 import logging
 import weakref
 from collections import ChainMap
@@ -33,8 +32,6 @@ HANDSHAKE_SECONDS = 300.0
 SITES = "ds_compress.sites.traffic"
 """The module of what exchanges weights between launches. A config that asks for it has it imported, by name:
 the engine works without."""
-
-_engines = itertools.count()
 
 logger = logging.getLogger("ds_compress")
 
@@ -122,7 +119,7 @@ def attach(engine: Any, block: object) -> None:
     cleanup.free_unused(engine.device)
     store = _get_default_store()
     watchdog = Watchdog(store, dist.get_rank(), dist.get_world_size(), config.block.link.timeout_s)
-    number = next(_engines)
+    number = store.add(f"ds_compress/engines of {dist.get_rank()}", 1)
     notes = Notes(store, f"ds_compress/notes/{number}/{engine.grid.get_data_parallel_id()}")
     warning = SharedWarning(store, f"ds_compress/left/{number}")
     connect = functools.partial(make_path, engine, config, PointToPoint.over(p2p), original, warning)

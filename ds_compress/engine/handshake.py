@@ -4,7 +4,6 @@ The ranks exchange strings through the store of torch.distributed (TCP or a file
 is needed, and a rank that never answers is a time-out, not a hang. Rank 0 reads one value of each rank.
 """
 
-import itertools
 import json
 import logging
 from datetime import timedelta
@@ -17,8 +16,6 @@ from ds_compress.codecs.lowrank import LowRank
 from ds_compress.codecs.mixins import layers
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
-
-_engines = itertools.count()
 
 logger = logging.getLogger("ds_compress")
 
@@ -35,7 +32,8 @@ def agree(
     Raises:
         CompressionError: on every rank the same line, naming both values or the ranks that did not answer.
     """
-    prefix = f"ds_compress/{next(_engines)}"
+    # counted in the store: a process may have been a rank of other jobs before
+    prefix = f"ds_compress/{store.add(f'ds_compress/handshakes of {rank}', 1)}"
     refused = isinstance(settings, CompressionError)
     store.set(f"{prefix}/{rank}", json.dumps({"error": str(settings)} if refused else {"settings": settings}))
     if rank == 0:

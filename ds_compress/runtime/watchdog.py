@@ -19,7 +19,6 @@ raises that.
 """
 
 import atexit
-import itertools
 import logging
 import os
 import sys
@@ -53,7 +52,6 @@ LONGEST_FAILURE = 2000
 """Longest text of a failure, in bytes; a line is longer."""
 
 logger = logging.getLogger("ds_compress")
-_numbers = itertools.count()  # of engines, alike on all ranks
 
 
 class Watchdog:
@@ -68,7 +66,8 @@ class Watchdog:
         self._rank = rank
         self._seconds = seconds
         self._tick = min(max(1.0, world_size / BEATS), seconds / 4)
-        self._connections = Connections(store, f"ds_compress/watch/{next(_numbers)}", rank, world_size)
+        number = store.add(f"ds_compress/watchdogs of {rank}", 1)
+        self._connections = Connections(store, f"ds_compress/watch/{number}", rank, world_size)
         self._process = os.getpid()
         self._is_connected = threading.Event()
         self._is_closed = False

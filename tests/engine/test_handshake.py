@@ -15,11 +15,12 @@ from ds_compress.codec import build as build_codec
 from ds_compress.codecs.lowrank import LowRank
 from ds_compress.config import Config
 from ds_compress.engine import attach as attach_module
-from ds_compress.engine.handshake import numerics_to_match
+from ds_compress.engine.handshake import agree, numerics_to_match
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import backends
 from ds_compress.kernels.backends import reference
-from tests.support.pipeline import build, ds_config
+from ds_compress.runtime.watchdog import Watchdog
+from tests.support.pipeline import batches, build, ds_config
 from tests.support.ranks import run_ranks
 
 
@@ -54,6 +55,23 @@ def test_different_blocks(block, other, path, values):
         assert error.startswith(f"CompressionError: ds_compress.{path}: rank 0 has {values[0]}, rank 1 has ")
         assert values[1] in error and "\n" not in error
     assert len(set(results)) == 1
+
+
+def start_after_another_job():
+    if torch.distributed.get_rank() == 0:
+        store = torch.distributed.HashStore()
+        agree(store, 0, 1, {}, 10)
+        Watchdog(store, 0, 1, 10).close()
+    attach_module.HANDSHAKE_SECONDS = 10
+    engine = build(2, ds_config({"link": {"timeout_s": 10}}))
+    return engine.train_batch(batches()).item(), engine.ds_compress.watchdog._is_connected.wait(10)
+
+
+def test_a_process_may_have_been_a_rank_of_another_job():
+    """Ranks counted their engines by themselves: one that had trained alone before was not heard of ("rank 1
+    did not answer within 300 s")."""
+    first, second = run_ranks(2, start_after_another_job)
+    assert first == second and first[1]
 
 
 def start_without_triton_on_one(config):

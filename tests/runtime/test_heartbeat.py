@@ -1,7 +1,6 @@
 """The sockets and threads of heartbeats: nothing that a stranger sends to rank 0 ends a job."""
 
 import contextlib
-import itertools
 import logging
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
-from ds_compress.runtime import heartbeat, watchdog
+from ds_compress.runtime import heartbeat
 from ds_compress.runtime.heartbeat import HELLO_SECONDS, LONGEST_HELLO, MOST_STRANGERS, Connections
 from ds_compress.runtime.watchdog import Watchdog
 from tests.support.network import MESSAGES, eventually, flood
@@ -29,7 +28,6 @@ def made(create):
 @pytest.fixture
 def start(monkeypatch):
     """Starts the watchdogs of a job."""
-    monkeypatch.setattr(watchdog, "_numbers", itertools.repeat(0))  # as if each had a process of its own
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with contextlib.ExitStack() as stack:
 

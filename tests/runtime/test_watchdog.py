@@ -1,7 +1,6 @@
 """What one rank's watchdog concludes about the others; `Job.pass_time` is the only clock, no thread runs."""
 
 import contextlib
-import itertools
 import subprocess
 import sys
 import time
@@ -106,7 +105,6 @@ def new_job(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     for module in (heartbeat, watchdog):
         monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(watchdog, "_numbers", itertools.repeat(0))  # as if each had a process of its own
     thread = SimpleNamespace(start=lambda: None, join=lambda seconds: None)
     threading = {**vars(watchdog.threading), "Thread": lambda target=None, **_: thread}
     monkeypatch.setattr(watchdog, "threading", SimpleNamespace(**threading))
