@@ -93,7 +93,7 @@ class Slice:
         if part.numel() == self.spec.numel and part.dtype == self.spec.dtype and scale == 1.0:
             return part
         whole = torch.zeros(self.spec.shape, dtype=self.spec.dtype, device=self.spec.device)
-        torch.div(part, scale, out=whole[: part.numel()])
+        whole[: part.numel()].copy_(part).div_(scale)  # fp16 has no digits for it
         return whole
 
 
