@@ -113,6 +113,8 @@ def attach(engine: Any, block: object) -> None:
     if not compresses:
         return
 
+    if not engine.first_output_send or engine.pipe_recv_buf is not None:  # it has run: announce shapes again
+        engine.reset_activation_shape()
     original = instruction_map(base)
     members = {"_INSTRUCTION_MAP": ChainMap(dict(mixin._AROUND), original)}
     engine.__class__ = type(f"Compressed{base.__name__}", (mixin, base), members)

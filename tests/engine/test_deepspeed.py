@@ -181,3 +181,21 @@ def test_the_guard_evaluates_where_deepspeed_has_no_schedule_for_it():
     """It ended in AttributeError at the first check of a loss in DeepSpeed 0.19.3 and 0.19.6."""
     ours, theirs = run_ranks(2, without_the_schedule), run_ranks(2, train, 2, ds_config(GUARDED))
     assert [each["losses"] for each in ours] == [each["losses"] for each in theirs]
+
+
+def attached_late(block):
+    engine, data = build(2, ds_config()), batches()
+    engine.train_batch(data)
+    engine.eval_batch(data)
+    if block is not None:
+        ds_compress.attach(engine, block)
+    losses = [engine.train_batch(data).item() for _ in range(3)]
+    return losses, [channel.sent.messages for channel in engine.ds_compress.stage.sending] if block else []
+
+
+def test_attaching_to_an_engine_that_has_run():
+    """Its shapes had been announced already: messages were left to DeepSpeed, and sent too early for that, so
+    both ranks waited for each other without end."""
+    stock, _ = run_ranks(2, attached_late, None)[0]
+    losses, sent = run_ranks(2, attached_late, {"recipe": "none"}, timeout=60)[0]
+    assert losses == stock and sent == [12]
