@@ -12,7 +12,7 @@ compute. Their messages are sent at their own place.
 
 import contextlib
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from itertools import chain, repeat
 from typing import Any
@@ -63,14 +63,12 @@ class Lookahead:
         pipe_schedule: Any = None,
         tracking: Callable[[], Tracked | None] | None = None,
         depth: int = 1,
-        in_place: Collection[type] = (),
     ):
         """
         Args:
             pipe_schedule: not analysed if None, or if it has an iterator of its own.
             tracking: gives a context for an instruction that may compute what is sent.
             depth: of the links.
-            in_place: kinds of send instructions whose messages never leave early.
         """
         self.plain = isinstance(pipe_schedule, schedule.PipeSchedule) and all(
             getattr(type(pipe_schedule), name) is getattr(schedule.PipeSchedule, name)
@@ -92,8 +90,7 @@ class Lookahead:
             self._flat += instructions
         self.counts = Counter(map(type, self._flat))
         self._sends = {kind: deque(_indices(self._flat, kind)) for kind in MADE_BY}  # that may not have left
-        kinds = {send: made_by for send, made_by in MADE_BY.items() if send not in in_place}
-        self.early = _early(self._flat, packets_in_flight(depth), kinds)
+        self.early = _early(self._flat, packets_in_flight(depth))
         """Index of the send instruction whose message may leave early, by index of what computes it."""
 
     def steps(self) -> Iterator[list[Any]]:
@@ -134,17 +131,16 @@ def _indices(flat: list[Any], kind: type) -> list[int]:
     return [index for index, instruction in enumerate(flat) if type(instruction) is kind]
 
 
-def _early(flat: list[Any], most: int, kinds: dict[type, type]) -> dict[int, int]:
+def _early(flat: list[Any], most: int) -> dict[int, int]:
     """Find the messages that may be sent as soon as they are computed.
 
     Return, by the position of the instruction that computes a message, the position of its send instruction.
 
     Args:
         most: messages in flight before a sender waits.
-        kinds: classes of send instructions, each with the class that computes its message.
     """
     early = {}
-    for kind, made_by in kinds.items():
+    for kind, made_by in MADE_BY.items():
         indices = _indices(flat, kind)
         for number, index in enumerate(indices):
             buffer_id = flat[index].kwargs["buffer_id"]

@@ -14,7 +14,7 @@ from ds_compress.config import Config
 from ds_compress.engine.deepspeed import instruction_map, is_deepspeeds, layer_range, loss_scale
 from ds_compress.engine.handshake import SharedWarning
 from ds_compress.engine.intercept import PointToPoint, Receiving, Sending, Specs, is_alike, refuse
-from ds_compress.engine.lookahead import MADE_BY, ORDERED, Lookahead
+from ds_compress.engine.lookahead import ORDERED, Lookahead
 from ds_compress.engine.stage import Instruction, Stage, StepContext
 from ds_compress.engine.wiring import wire
 from ds_compress.message.channel import Boundary, Channel
@@ -240,8 +240,9 @@ class MessagePath:
                 refuse(boundary.forward, number, output, gradients)
 
     def may_leave_early(self, send: type) -> bool:
-        """Return whether the send instruction of class `send` does nothing but send its message. Another one
-        than DeepSpeed's own may wait for what its neighbour does later."""
+        """Return whether the send instruction of class `send` does nothing but send a packet. Another one
+        than DeepSpeed's own, or a message that is left to DeepSpeed, may wait for what its neighbour does
+        later."""
         boundary = self.stage.after if send is schedule.SendActivation else self.stage.before
         is_left = boundary is not None and boundary.number in self.stage.left_because
         is_ours = instruction_map(self.engine)[send] is self.engine._AROUND[send]
@@ -252,8 +253,7 @@ class MessagePath:
         """Track the instructions of a schedule of `depth`; yield how many receives to post early."""
         engine = self.engine
         tracked = self.tracked if self.tracked() else None
-        in_place = [send for send in MADE_BY if not self.may_leave_early(send)]
-        lookahead = self.lookahead = Lookahead(pipe_schedule, tracked, depth, in_place)
+        lookahead = self.lookahead = Lookahead(pipe_schedule, tracked, depth)
         if lookahead.plain:
             pipe_schedule.steps = lookahead.steps
         try:

@@ -45,7 +45,7 @@ def _around_pass(name: str, kind: type, send: type, instruction: Instruction) ->
         with profiler.timed(name, buffer_id) if profiler else _UNTIMED:
             path.original[kind](engine, buffer_id, *args, **kwargs)
         lookahead = path.lookahead
-        may_leave = path.is_eager and lookahead.at in lookahead.early
+        may_leave = path.is_eager and lookahead.at in lookahead.early and path.may_leave_early(send)
         if may_leave and is_forward:
             # A shape message that goes DeepSpeed's way goes first, in its own order
             in_order = engine.dynamic_shape or engine.first_output_send

@@ -1,5 +1,7 @@
 """Programs that do more with the engine than DeepSpeed's examples train the same with ds_compress."""
 
+import itertools
+
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec
@@ -220,6 +222,39 @@ def test_what_is_logged_by_messages_that_are_left_to_deepspeed():
     (why, line), other = run_ranks(2, logged_by, engines.OwnFunctions, programs.EIGHT_BITS)
     assert why.endswith("its instruction sends no tensor through deepspeed.runtime.pipe.p2p")
     assert "no packets, backward quantize(bits=8) 4,096 -> 1,104 bytes" in line and other == []
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1 << 20))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def with_shapes_of_its_own(block):
+    """Train with messages of 4 MiB, whose shapes the program sends by itself."""
+
+    def send_shape(engine, buffer, stage):
+        p2p.send(torch.tensor(buffer.shape), stage)
+
+    def receive_shape(engine, stage):
+        shape = torch.empty(2, dtype=torch.int64)
+        p2p.recv(shape, stage)
+        return torch.empty(shape.tolist())
+
+    PipelineEngine._send_tensor_meta, PipelineEngine._recv_tensor_meta = send_shape, receive_shape
+    engine = pipeline.build(2, pipeline.ds_config(block), [LayerSpec(Scaled)] * 2)
+    data = itertools.repeat((torch.ones(1, 1 << 20), torch.zeros(1, 1 << 20)))
+    return [engine.train_batch(data).item() for _ in range(2)]
+
+
+def test_messages_that_are_left_to_deepspeed_leave_at_their_places():
+    """In the first batch they left as soon as they were computed. DeepSpeed's sends wait for the receiver, so
+    stages that sent to each other waited without end."""
+    ours, stock = (run_ranks(2, with_shapes_of_its_own, block, timeout=60) for block in ({}, None))
+    assert ours == stock
 
 
 def test_messages_are_not_left_to_deepspeed_where_compression_is_required():
