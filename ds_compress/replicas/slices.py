@@ -218,7 +218,7 @@ class Slices:
             widths: values of a row of each parameter, by its number; of others nothing is said of rows.
         """
         self._replicas, self._widths = replicas, widths or {}
-        self._of: dict[tuple[int, int | None, int], list[Slice]] = {}
+        self._of: dict[tuple[int, int | None, int, int], list[Slice]] = {}
         self._loaded: dict[int, dict[str, Tensor]] = {}  # from a checkpoint, of slices that do not exist yet
 
     def __iter__(self) -> Iterator[Slice]:
@@ -235,17 +235,21 @@ class Slices:
     def of(self, gradient: Gradient) -> list[Slice]:
         """Return the slices of `gradient`, in the order of their owners."""
         parameter, values, owner, start = gradient
-        key = parameter, owner, values.numel()
+        key = parameter, owner, start, values.numel()
         if key not in self._of:
             owners = range(self._replicas) if owner is None else [owner]
             numel = values.numel() if owner is not None else slice_numel(values.numel(), self._replicas)
             spec = TensorSpec((numel,), torch.float32, values.device)
             starts = range(start, start + len(owners) * numel, numel)
-            self._of[key] = [self._made(parameter, *each, spec) for each in zip(owners, starts)]
+            # parts of a matrix that every replica needs, as Muon does, have slices of the same owners
+            first = parameter * self._replicas + (start << 32 if owner is None else 0)
+            self._of[key] = [
+                self._made(first + place, parameter, place, at, spec) for place, at in zip(owners, starts)
+            ]
         return self._of[key]
 
-    def _made(self, parameter: int, owner: int, start: int, spec: TensorSpec) -> Slice:
-        number, width = parameter * self._replicas + owner, self._widths.get(parameter, 0)
+    def _made(self, number: int, parameter: int, owner: int, start: int, spec: TensorSpec) -> Slice:
+        width = self._widths.get(parameter, 0)
         rows = RowSpan.of(width, start, spec.numel) if width else None
         memory = {key: value.to(spec.device) for key, value in self._loaded.pop(number, {}).items()}
         return Slice(number, owner, spec, rows, memory)

@@ -252,6 +252,15 @@ def test_nothing_is_lost(codec, replicas, owner):
     assert not torch.allclose(without["came"], total, rtol=0, atol=1e-3 * total.abs().max())
 
 
+def test_parts_of_a_matrix_have_residuals_of_their_own():
+    """Of a matrix that ZeRO-1 cuts in the middle DeepSpeed's Muon wants both halves on every replica: they
+    had one residual, which each half added to the other."""
+    slices, halves = Slices(2), torch.ones(2, 2048)
+    found = [each for n, half in enumerate(halves) for each in slices.of(Gradient(3, half, start=n * 2048))]
+    assert len({id(each.memory) for each in found}) == len({each.number for each in found}) == 4
+    assert [each.owner for each in found] == [0, 1, 0, 1] and len(slices.saved()) == 4
+
+
 def test_small_gradients_of_fp16_keep_their_digits():
     """They were divided by the loss scale in fp16: with DeepSpeed's 2^16, those of 1e-7 lost 17 %, and those
     of 1e-8 all."""
