@@ -104,17 +104,17 @@ class CompressedBF16Optimizer(_Optimizer):
 
     ds_compress: Any  # a `ReplicaTraffic`
     mpu: Any
+    _in_step = False
 
     def step(self, closure: Any = None) -> None:
-        if not self.ds_compress.is_partitioned:
-            super().step(closure)
-            return
         mpu = self.mpu
-        self.mpu = _AllRanks(mpu)
+        if self.ds_compress.is_partitioned:
+            self.mpu = _AllRanks(mpu)
+        self._in_step = True
         try:
             super().step(closure)
         finally:
-            self.mpu = mpu
+            self.mpu, self._in_step = mpu, False
 
     def get_grads_for_norm(self, for_clipping: bool = False) -> Any:
         found = super().get_grads_for_norm(for_clipping)
@@ -126,7 +126,8 @@ class CompressedBF16Optimizer(_Optimizer):
         return own if for_clipping else (own, found[1])
 
     def update_lp_params(self) -> None:
-        if not self.ds_compress.gather_parameters():
+        # a universal checkpoint brings other weights, not small differences
+        if not (self._in_step and self.ds_compress.gather_parameters()):
             super().update_lp_params()
 
     def _of_own_partition(self, gradient: Tensor) -> Iterator[Tensor]:

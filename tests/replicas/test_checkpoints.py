@@ -1,7 +1,9 @@
 """Residuals of gradients between replicas in checkpoints: a resumed run equals one that went on."""
 
 import pytest
+import torch
 
+from tests.checkpoint.test_universal import ADAM, convert
 from tests.support.pipeline import build, ds_config, log_lines
 from tests.support.ranks import run_ranks
 from tests.support.replicas import KINDS, train_steps, wide_layers
@@ -48,3 +50,28 @@ def test_another_number_of_replicas_starts_from_zero(tmp_path):
     lines = [line for _, own in results for line in own]
     assert len(lines) == 1 and "start from zero: the codec, the number of replicas" in lines[0]
     assert len({tuple(digests) for digests, _ in results}) == 1
+
+
+def load_universal(folder, config):
+    """Whether the bf16 weights are the fp32 ones, rounded; the program begins with weights of its own."""
+    engine = build(1, config, wide_layers(), base_seed=5)
+    engine.load_checkpoint(folder, tag="universal")
+    optimizer, rank = engine.optimizer, engine.grid.get_data_parallel_id()
+    pairs = zip(optimizer.bf16_groups_flat, optimizer.fp32_groups_flat_partition)
+    return all(torch.equal(flat.chunk(2)[rank], new.bfloat16()) for flat, new in pairs)
+
+
+def save(folder, config):
+    engine = build(1, config, wide_layers())
+    train_steps(engine, 1)
+    engine.save_checkpoint(folder, tag="saved")
+
+
+def test_a_universal_checkpoint_brings_whole_weights(tmp_path, monkeypatch):
+    """With "parameters" they came as differences in few bits to those that the program had begun with."""
+    block = {"replicas": {**BLOCK["replicas"], "parameters": 4}}
+    settings = {**KINDS["bf16 zero 1"], "optimizer": ADAM, "replicas": 2}
+    run_ranks(2, save, tmp_path, ds_config(block, **settings))
+    convert(tmp_path, monkeypatch)
+    config = ds_config(block, checkpoint={"load_universal": True}, **settings)
+    assert run_ranks(2, load_universal, tmp_path, config) == [True, True]
