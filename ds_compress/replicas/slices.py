@@ -93,7 +93,9 @@ class Slice:
         if part.numel() == self.spec.numel and part.dtype == self.spec.dtype and scale == 1.0:
             return part
         whole = torch.zeros(self.spec.shape, dtype=self.spec.dtype, device=self.spec.device)
-        whole[: part.numel()].copy_(part).div_(scale)  # fp16 has no digits for it
+        values = whole[: part.numel()].copy_(part)
+        if scale != 1.0:  # in fp32: fp16 has no digits for the result
+            values.div_(scale)
         return whole
 
 

@@ -197,5 +197,5 @@ def test_attaching_to_an_engine_that_has_run():
     """Its shapes had been announced already: messages were left to DeepSpeed, and sent too early for that, so
     both ranks waited for each other without end."""
     stock, _ = run_ranks(2, attached_late, None)[0]
-    losses, sent = run_ranks(2, attached_late, {"recipe": "none"}, timeout=60)[0]
+    losses, sent = run_ranks(2, attached_late, {"recipe": "none"})[0]
     assert losses == stock and sent == [12]

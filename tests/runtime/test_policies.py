@@ -86,8 +86,8 @@ def test_resuming_goes_on_exactly_and_evaluation_does_not_disturb(link, saved):
 
 @pytest.mark.parametrize("left", ["nothing", "a file of another step"])
 def test_a_rank_without_a_file_has_the_settings_of_the_others(left, saved, tmp_path):
-    """As new replicas have none; what its side keeps starts from zero, and is said. An earlier run with more
-    replicas may have left one under the same tag: then all settings started from the block again."""
+    """A new replica has no file: its residuals start from zero, and a line says so. If an earlier run with
+    more replicas had left a file under the same tag, all ranks started with the settings of the block."""
     shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
     (file,) = (tmp_path / "step5").glob("ds_compress_pp00*.safetensors")
     file.unlink()

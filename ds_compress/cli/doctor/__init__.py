@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--replicas",
         type=integer(1, 2**16),
         default=1,
-        help="number of data-parallel replicas: measure the links between their machines and between stages, "
-        "whichever of the two have neighbouring ranks (default: 1)",
+        help="number of data-parallel replicas: also measure the links between them, for both orders that "
+        "ranks may have (default: 1)",
     )
     parser.add_argument(
         "--replica-store",

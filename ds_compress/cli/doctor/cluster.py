@@ -49,7 +49,7 @@ class Meeting:
             raise CompressionError(
                 f"--replicas: {replicas} is not allowed: should divide the {self.world} processes started"
             )
-        # stages, or replicas of a stage, have neighbouring ranks: the topology of the pipeline says which
+        # the topology says whether neighbouring ranks are stages of a replica, or replicas of a stage
         self.distances = (1, replicas, self.world // replicas)
         theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self.timeout = timedelta(seconds=seconds)
