@@ -23,6 +23,7 @@ from ds_compress.engine.session import Session, steps_per_epoch
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.backends import kernels
 from ds_compress.runtime.watchdog import Watchdog
+from ds_compress.transport.collectives import own_keys
 from ds_compress.transport.staging import receives_hold_device
 from ds_compress.version import __version__
 
@@ -108,7 +109,9 @@ def attach(engine: Any, block: object) -> None:
         }
     except CompressionError as error:
         agreed = error
-    agree(_get_default_store(), dist.get_rank(), dist.get_world_size(), agreed, HANDSHAKE_SECONDS)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    keys = own_keys(_get_default_store(), rank, "engine")
+    agree(keys, rank, world_size, agreed, HANDSHAKE_SECONDS)
     _log_notes(engine, config)
     if not compresses:
         return
@@ -119,11 +122,9 @@ def attach(engine: Any, block: object) -> None:
     members = {"_INSTRUCTION_MAP": ChainMap(dict(mixin._AROUND), original)}
     engine.__class__ = type(f"Compressed{base.__name__}", (mixin, base), members)
     cleanup.free_unused(engine.device)
-    store = _get_default_store()
-    watchdog = Watchdog(store, dist.get_rank(), dist.get_world_size(), config.block.link.timeout_s)
-    number = store.add(f"ds_compress/engines of {dist.get_rank()}", 1)
-    notes = Notes(store, f"ds_compress/notes/{number}/{engine.grid.get_data_parallel_id()}")
-    warning = SharedWarning(store, f"ds_compress/left/{number}")
+    watchdog = Watchdog(keys, rank, world_size, config.block.link.timeout_s)
+    notes = Notes(keys, f"notes/{engine.grid.get_data_parallel_id()}")
+    warning = SharedWarning(keys)
     connect = functools.partial(make_path, engine, config, PointToPoint.over(p2p), original, warning)
     outer = sites.OuterTraffic(engine, config) if sites is not None else None
     session = engine.ds_compress = Session(engine, config, boundaries, connect, watchdog, notes, outer)

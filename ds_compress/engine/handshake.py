@@ -21,33 +21,32 @@ logger = logging.getLogger("ds_compress")
 
 
 def agree(
-    store: Store, rank: int, world_size: int, settings: dict[str, Any] | CompressionError, timeout: float
+    keys: Store, rank: int, world_size: int, settings: dict[str, Any] | CompressionError, timeout: float
 ) -> None:
     """Compare `settings` over all ranks; returns when they are equal.
 
     Args:
+        keys: in common, without entries.
         settings: JSON-like settings of this rank, or the error that this rank's block gave.
         timeout: seconds to wait for the others.
 
     Raises:
         CompressionError: on every rank the same line, naming both values or the ranks that did not answer.
     """
-    # counted in the store: a process may have been a rank of other jobs before
-    prefix = f"ds_compress/{store.add(f'ds_compress/handshakes of {rank}', 1)}"
     refused = isinstance(settings, CompressionError)
-    store.set(f"{prefix}/{rank}", json.dumps({"error": str(settings)} if refused else {"settings": settings}))
+    keys.set(str(rank), json.dumps({"error": str(settings)} if refused else {"settings": settings}))
     if rank == 0:
-        verdict = _verdict(store, prefix, world_size, timeout)
-        store.set(f"{prefix}/verdict", json.dumps(verdict))
+        verdict = _verdict(keys, world_size, timeout)
+        keys.set("verdict", json.dumps(verdict))
         # rank 0 often hosts the store: it must not go away before the others have read why
         for other in range(1, world_size) if verdict else ():
-            _wait(store, f"{prefix}/{other}/read", 1)
+            _wait(keys, f"{other}/read", 1)
     else:
         # a little longer than rank 0 waits, so that its verdict arrives rather than a time-out of our own
-        if not _wait(store, f"{prefix}/verdict", timeout + 5):
+        if not _wait(keys, "verdict", timeout + 5):
             raise CompressionError(f"ds_compress: rank 0 did not answer within {timeout:g} s{_ABSENT}")
-        verdict = json.loads(store.get(f"{prefix}/verdict"))
-        store.set(f"{prefix}/{rank}/read", "")
+        verdict = json.loads(keys.get("verdict"))
+        keys.set(f"{rank}/read", "")
     if verdict:
         raise CompressionError(verdict)
 
@@ -55,13 +54,13 @@ def agree(
 _ABSENT = ': is ds_compress installed there, and is the "ds_compress" key in its ds_config.json?'
 
 
-def _verdict(store: Store, prefix: str, world_size: int, timeout: float) -> str:
+def _verdict(keys: Store, world_size: int, timeout: float) -> str:
     """Return what is wrong, or an empty string."""
     answers: dict[int, Any] = {}
     absent: list[int] = []
     for rank in range(world_size):
-        if _wait(store, f"{prefix}/{rank}", timeout if not absent else 0.1):
-            answers[rank] = json.loads(store.get(f"{prefix}/{rank}"))
+        if _wait(keys, str(rank), timeout if not absent else 0.1):
+            answers[rank] = json.loads(keys.get(str(rank)))
         else:
             absent.append(rank)
     for rank, answer in answers.items():
@@ -81,33 +80,32 @@ def _verdict(store: Store, prefix: str, world_size: int, timeout: float) -> str:
 class Notes:
     """Exchange text lines through the store; the reporting rank prints them."""
 
-    def __init__(self, store: Store, prefix: str):
-        self._store = store
+    def __init__(self, keys: Store, prefix: str):
+        self._keys = keys
         self._prefix = prefix
 
     def leave(self, lines: dict[str, str]) -> None:
         """Leave this rank's lines, by key."""
         for key, line in lines.items():
-            self._store.set(f"{self._prefix}/{key}", line)
+            self._keys.set(f"{self._prefix}/{key}", line)
 
     def read(self, key: str) -> str:
         """Return the line left there; an empty string where there is none."""
         key = f"{self._prefix}/{key}"
-        return self._store.get(key).decode() if self._store.check([key]) else ""
+        return self._keys.get(key).decode() if self._keys.check([key]) else ""
 
 
 class SharedWarning:
     """A warning that is logged once for all ranks, by the first that has reason to."""
 
-    def __init__(self, store: Store, key: str):
-        """Exchange through the store under `key`, the same on all ranks."""
-        self._store = store
-        self._key = key
+    def __init__(self, keys: Store):
+        """Exchange through `keys` in common."""
+        self._keys = keys
         self._is_logged = False
 
     def log(self, line: str) -> None:
         """Log `line`, unless a warning was logged before."""
-        if not self._is_logged and self._store.add(self._key, 1) == 1:
+        if not self._is_logged and self._keys.add("warnings", 1) == 1:
             logger.warning(line)
         self._is_logged = True
 

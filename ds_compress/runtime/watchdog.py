@@ -57,17 +57,16 @@ logger = logging.getLogger("ds_compress")
 class Watchdog:
     """One rank's part, for one engine; its thread starts at once."""
 
-    def __init__(self, store: Store, rank: int, world_size: int, seconds: float):
+    def __init__(self, keys: Store, rank: int, world_size: int, seconds: float):
         """
         Args:
-            store: of the default process group; all ranks call this alike.
+            keys: in common, for this engine alone.
             seconds: of silence after which a rank that is needed has failed.
         """
         self._rank = rank
         self._seconds = seconds
         self._tick = min(max(1.0, world_size / BEATS), seconds / 4)
-        number = store.add(f"ds_compress/watchdogs of {rank}", 1)
-        self._connections = Connections(store, f"ds_compress/watch/{number}", rank, world_size)
+        self._connections = Connections(keys, "watchdog", rank, world_size)
         self._process = os.getpid()
         self._is_connected = threading.Event()
         self._is_closed = False

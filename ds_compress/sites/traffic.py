@@ -6,7 +6,6 @@ Training waits for other replicas, but not for a store without an answer.
 """
 
 import functools
-import itertools
 import json
 import logging
 import os
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_compress.config import Config
@@ -34,7 +32,7 @@ from ds_compress.sites.outer_step import Anchor
 from ds_compress.sites.rounds import ExchangeResult, patience
 from ds_compress.sites.store import PLACE, parse_address, reconnect, run_in_thread, shared_settings
 from ds_compress.sites.worker import Worker
-from ds_compress.transport.collectives import lowest
+from ds_compress.transport.collectives import lowest, own_keys
 
 ANSWER_S = 5.0
 """Seconds for which training waits for a store that does not answer."""
@@ -46,7 +44,6 @@ FAILED, LATE, HERE = range(3)
 STATE = 2**16
 """Checkpoint key of anchor, momentum, base and position; smaller keys are slices."""
 
-_engines = itertools.count()
 log = logging.getLogger("ds_compress")
 
 
@@ -100,8 +97,6 @@ class OuterTraffic(RuntimePart):
         masters = find_masters(engine, self._trained)
         self.codec = build_delta_codec(config, masters)
         self._itemsize = engine.communication_data_type.itemsize
-        self._store_key = f"ds_compress/outer/{next(_engines)}"
-        self._joins = itertools.count()
         self._worker: Worker | None = None  # None: this replica trains alone
         self._probe: Future[Any] | None = None  # rank 0: a new connection to the store, after one was lost
         self._residuals: dict[int, dict[str, Tensor]] = {}  # before the exchange in progress
@@ -322,7 +317,7 @@ class OuterTraffic(RuntimePart):
         """
         assert self.anchor is not None
         is_first, self._is_new = self._is_new, False
-        launch = PrefixStore(f"{self._store_key}/{next(self._joins)}", _get_default_store())
+        launch = own_keys(_get_default_store(), dist.get_rank(), "join")
         join = Join(launch, self._options, self._connections)
         join.say_own(self.codec.digest, self.anchor)
         if dist.get_rank() == 0:

@@ -19,7 +19,7 @@ from ds_compress.engine.handshake import agree, numerics_to_match
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import backends
 from ds_compress.kernels.backends import reference
-from ds_compress.runtime.watchdog import Watchdog
+from ds_compress.transport.collectives import own_keys
 from tests.support.pipeline import batches, build, ds_config
 from tests.support.ranks import run_ranks
 
@@ -60,8 +60,7 @@ def test_different_blocks(block, other, path, values):
 def start_after_another_job():
     if torch.distributed.get_rank() == 0:
         store = torch.distributed.HashStore()
-        agree(store, 0, 1, {}, 10)
-        Watchdog(store, 0, 1, 10).close()
+        agree(own_keys(store, 0, "engine"), 0, 1, {}, 10)
     attach_module.HANDSHAKE_SECONDS = 60
     engine = build(2, ds_config({}))
     return engine.train_batch(batches()).item(), engine.ds_compress.watchdog._is_connected.wait(60)
