@@ -1,7 +1,7 @@
 """More TCP connections between some ranks of the job, each a process group of gloo.
 
 For a group of `torch.distributed.new_group` all ranks of the job wait, for one after another. These are made
-by their ranks alone, some at a time.
+by their ranks alone, many at once (rendezvous.py).
 """
 
 import contextlib
@@ -13,8 +13,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from functools import cache, lru_cache
-from queue import SimpleQueue
+from functools import cache
 from threading import Thread
 from typing import Any, NoReturn
 
@@ -22,15 +21,15 @@ import psutil
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed import PrefixStore, Work
+from torch.distributed import Work
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_compress.errors import CompressionError, in_one_line
 from ds_compress.transport.collectives import lowest
+from ds_compress.transport.rendezvous import Mailbox, Rendezvous
 
-AT_ONCE = 4
-"""Connections that are made at a time. Each takes about seven round trips to the store of the job, to which
-every rank keeps so many connections more."""
+AT_ONCE = 16
+"""Connections that are made at a time. Of hundreds gloo refuses some."""
 SPARE = 64
 """Files that are left for all else."""
 
@@ -47,6 +46,7 @@ class Connection:
         gloo: Any = dist.ProcessGroupGloo  # torch's types lack most of it
         options = gloo._Options()
         options._devices, options._threads, options._timeout = [_device()], 1, timedelta(seconds=seconds)
+        self._store = store  # a part of it in Python
         self._group = _immortal(gloo(store, ranks.index(dist.get_rank()), len(ranks), options))
         self._ranks = ranks
         weakref.finalize(self, _free, self._group, os.getpid()).atexit = False
@@ -83,43 +83,35 @@ def connect(wanted: Iterable[tuple[Sequence[int], int]], seconds: float) -> list
     """
     wanted, of_job = list(wanted), _get_default_store()
     named = _named([tuple(ranks) for ranks, number in wanted for _ in range(number)], of_job)
-    if not named:
-        return [[] for _ in wanted]
     _make_room(sum(len(ranks) - 1 for ranks, _ in named))
-    at_once = 1 if _clone(of_job, 0) is None else AT_ONCE
-    tasks, results = deque(enumerate(named)), SimpleQueue[tuple[int, Connection | Exception]]()
+    rendezvous, tasks = Rendezvous(), deque(enumerate(named))
+    made: dict[int, Connection] = {}
+    failed: list[tuple[Sequence[int], Exception]] = []
 
-    def work(thread: int) -> None:
-        store = _clone(of_job, thread) if at_once > 1 else of_job
-        if store is None:  # others do its part
-            return
+    def work() -> None:
         with contextlib.suppress(IndexError):  # none is left
-            while True:
+            while not failed:
                 number, (ranks, name) = tasks.popleft()
                 try:
-                    results.put((number, Connection(ranks, PrefixStore(name, store), seconds)))
+                    made[number] = Connection(ranks, Mailbox(rendezvous, ranks, name, seconds), seconds)
                 except Exception as error:
-                    tasks.clear()
-                    results.put((number, error))
+                    failed.append((ranks, error))
+                rendezvous.wake()
 
     # not a pool, which waits for its threads when one has failed, and others for ranks that have gone
-    threads = [Thread(target=work, args=(number,), daemon=True) for number in range(at_once)]
-    for thread in threads:
-        thread.start()
-    made: dict[int, Connection] = {}
-    for _ in named:
-        number, result = results.get()
-        if isinstance(result, Exception):
-            _clone.cache_clear()  # threads may wait for them yet
-            _refuse(named[number][0], seconds, result)
-        made[number] = result
-    for thread in threads:
-        thread.join()
+    for _ in range(min(AT_ONCE, len(named))):
+        Thread(target=work, daemon=True).start()
+    try:
+        rendezvous.serve(of_job, lambda: bool(failed) or len(made) == len(named))
+    except RuntimeError as error:
+        failed.append((named[0][0], error))
+    if failed:
+        _refuse(*failed[0], seconds)
     in_order = iter([made[number] for number in range(len(named))])
     return [[next(in_order) for _ in range(number)] for _, number in wanted]
 
 
-def _refuse(ranks: Sequence[int], seconds: float, error: Exception) -> NoReturn:
+def _refuse(ranks: Sequence[int], error: Exception, seconds: float) -> NoReturn:
     """Raise `error`; one of torch.distributed as a CompressionError that names the `ranks`."""
     try:
         raise error
@@ -174,7 +166,7 @@ def files_left() -> int:
 
 def _files_with(number: int) -> int:
     """Return the files that this process needs, with so many connections more."""
-    return psutil.Process().num_fds() + number + AT_ONCE * dist.get_world_size() + SPARE
+    return psutil.Process().num_fds() + number + SPARE
 
 
 def _make_room(number: int) -> None:
@@ -183,16 +175,6 @@ def _make_room(number: int) -> None:
     if soft != resource.RLIM_INFINITY and (needed := _files_with(number)) > soft:
         most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-@lru_cache(maxsize=AT_ONCE)
-def _clone(of_job: Any, thread: int) -> Any:
-    """Return what a thread makes connections by: while a store waits for a key it answers nobody else. None
-    if there is none, as of torch 2.5 and of stores written in Python."""
-    try:
-        return of_job.clone()
-    except (AttributeError, RuntimeError):
-        return None
 
 
 @cache

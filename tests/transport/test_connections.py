@@ -38,11 +38,9 @@ def in_a_chain(number):
     return found
 
 
-@pytest.mark.parametrize("at_once", [1, 4])
+@pytest.mark.parametrize("at_once", [1, AT_ONCE])
 def test_no_rank_of_a_chain_waits_for_another_for_ever(at_once, monkeypatch):
-    """A store of torch 2.5 answers nobody else while it waits for a key: there they are made one by one."""
-    if at_once == 1:
-        monkeypatch.setattr(connections, "_clone", lambda of_job, thread: None)
+    monkeypatch.setattr(connections, "AT_ONCE", at_once)
     ranks = run_ranks(5, in_a_chain, 6)
     assert ranks == [[], *([10 * rank + at for at in range(6)] for rank in range(4))]
 
@@ -74,7 +72,7 @@ def left_alone(seconds):
     tried = []
     Connection.__init__ = wrapped(Connection.__init__, before=lambda *args: tried.append(args))
     with pytest.raises(CompressionError) as refused:
-        connect([((0, 1), 12)], seconds)
+        connect([((0, 1), 3 * AT_ONCE)], seconds)
     return str(refused.value), is_connection_lost(refused.value), len(tried)
 
 
@@ -82,7 +80,7 @@ def test_one_that_waits_for_nobody_is_told_once_the_time_has_run_out():
     """A pool of threads took the next ones, and waited for these, too: twice the time."""
     (said, is_lost, tried), _ = run_ranks(2, left_alone, 5)
     assert "link: ranks 0, 1 could not connect (ds_compress.link.timeout_s: 5): Dist" in said and is_lost
-    assert tried <= AT_ONCE  # one by one with torch 2.5
+    assert tried == AT_ONCE
 
 
 def renumbered(path):

@@ -1,0 +1,70 @@
+"""Connections are made over one client of the job's store."""
+
+import threading
+import time
+
+import psutil
+from torch import distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from ds_compress.transport import connections
+from ds_compress.transport.connections import connect
+from tests.support.ranks import run_ranks
+from tests.support.refusals import refusal
+
+
+def clients_of_the_store():
+    """How many connections of this process lead to the store of the job."""
+    store = _get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return sum(bool(c.raddr) and c.raddr.port == store.port for c in psutil.Process().net_connections("tcp"))
+
+
+def count_clients():
+    before = clients_of_the_store()
+    if dist.get_rank() == 1:
+        connect([((0, 1), 3), ((1, 2), 3)], seconds=60)
+    else:
+        connect([(sorted([1, dist.get_rank()]), 3)], seconds=60)
+    return before, clients_of_the_store()
+
+
+def test_ranks_open_no_further_connection_to_the_store():
+    """Each opened four, of each of which the server looked up the name: a job of 32 ranks started 15 s later
+    where a name server lost some questions, and rank 0 held 128 sockets more."""
+    for before, after in run_ranks(3, count_clients):
+        assert after == before > 0
+
+
+def meet(seconds):
+    """What ranks 0 and 1 come to when rank 2 does not come."""
+    rank = dist.get_rank()
+    if rank == 0:
+        return refusal(connect, [((0, 1), 1), ((0, 2), 1)], seconds)
+    return len(connect([((0, 1), rank % 2)], seconds)[0])
+
+
+def test_a_rank_that_does_not_come_holds_up_no_connection_with_others():
+    said, made, _ = run_ranks(3, meet, 5)
+    assert said.startswith("link: ranks 0, 2 could not connect (ds_compress.link.timeout_s: 5): ")
+    assert made == 1
+
+
+class GoneStore(dist.HashStore):
+    def check(self, keys):
+        raise dist.DistNetworkError("Connection reset by peer")
+
+
+def lose_the_store():
+    connections._get_default_store = GoneStore
+    before = threading.active_count()
+    said = refusal(connect, [((0, 1), 20)], 60)
+    while threading.active_count() > before:
+        time.sleep(0.01)
+    return said
+
+
+def test_a_store_that_is_gone_is_told_and_no_thread_waits_for_it():
+    said = run_ranks(1, lose_the_store)[0]
+    assert said.endswith("Connection reset by peer")
