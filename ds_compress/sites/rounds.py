@@ -307,6 +307,8 @@ class Rounds:
                 self._round_bytes += packet.numel()
                 delta = codec.decode(packet, number, replica)
             except CompressionError as error:
+                if self.ended.is_set():  # which is no fault of the packet
+                    raise
                 bad[replica] = str(error)
                 continue
             total = delta if total is None else total.add_(delta)

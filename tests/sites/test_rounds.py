@@ -550,6 +550,25 @@ def test_a_bad_packet_leaves_out_its_replica_on_all_slots(store, harm, caplog):
     assert any("round 0: replica 2 is left out: " in record.getMessage() for record in caplog.records)
 
 
+def test_a_replica_that_ends_while_it_reads_packets_has_no_vote(store, monkeypatch, caplog):
+    """A site was done with training while packets still came: it voted that those of the other one cannot be
+    read, so they did not count."""
+    monkeypatch.setattr(rounds_module, "BEAT_S", 0.1)
+    ending, other = (Launch(store, lr=1.0, momentum=0.0, grace_s=2.0) for _ in range(2))
+    first = ending.slots[0]
+
+    def end(*_):
+        eventually(lambda: first._launch.checked(1, 0) is not None)
+        first.ended.set()
+
+    first._board.packet = wrapped(first._board.packet, before=end)
+    own, _ = ending.start(0.1)
+    ((result, _),) = play([other], [0.4])
+    assert "has ended" in str(own.exception(PATIENCE))
+    assert result.members == (ending.number, other.number)
+    assert not any("is left out" in record.getMessage() for record in caplog.records)
+
+
 @pytest.mark.parametrize("healthy", [1, 2])
 def test_a_packet_that_is_damaged_on_its_way_does_not_count_if_its_sender_is_the_quickest(store, healthy):
     """The sender has its packet at hand, and sees no damage. When it decided first, the healthy replicas
