@@ -177,6 +177,7 @@ class Rounds:
         self._sender.begin_uploads()
         while position.round < number:
             anchor, position, _ = self._follow(anchor, position, codec)
+        self.tend()  # of a replica that has ended the codec may be in use again
         before = codec.residuals()
         packet = codec.encode(delta, number, self.number)
         self._posted.append(number)

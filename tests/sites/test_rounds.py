@@ -218,6 +218,16 @@ def test_one_whose_packet_came_too_late_keeps_its_residual(store):
     assert_alike([first, late])
 
 
+def test_an_exchange_that_was_given_up_leaves_the_residual(store):
+    """A checkpoint was saved while the store was silent: training went back to the residual from before the
+    exchange. When the store answered, its thread went on, and replaced that."""
+    launch = Launch(store)
+    for slot in launch.slots:
+        slot._open_round = wrapped(slot._open_round, after=lambda *_, ended=slot.ended: ended.set())
+    assert all("has ended" in str(future.exception(PATIENCE)) for future in launch.start(0.4))
+    assert not any(memory for codec in launch.codecs for memory in codec.residuals().values())
+
+
 def test_the_anchor_for_a_newcomer_outlasts_short_rounds(store):
     """Packets were deleted three rounds later; a slow newcomer could not follow, and asked again."""
     first = Launch(store)
