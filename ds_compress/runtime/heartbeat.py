@@ -23,6 +23,7 @@ import selectors
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -131,6 +132,7 @@ class Connections:
             token, addresses = json.loads(store.get(key))
             self.addresses = sorted(map(tuple, addresses), key=lambda address: address[0] not in own)
         self._token = token.encode()
+        _open.add(self)
 
     def connect(self) -> None:
         """Connect to rank 0.
@@ -247,6 +249,18 @@ class Connections:
                 self.peers.remove(peer)
             with suppress(OSError):
                 self.connect()
+
+
+_open: weakref.WeakSet[Connections] = weakref.WeakSet()
+
+
+def _close_in_fork() -> None:
+    """Close a fork's copies of connections: while one is open, other ranks do not see that this one ends."""
+    for each in _open:
+        each.close()
+
+
+os.register_at_fork(after_in_child=_close_in_fork)
 
 
 def _listen(known: list[list[str]]) -> tuple[list[socket.socket], list[Address]]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -133,6 +134,27 @@ def test_a_rank_that_rank_0_dropped_unheard_connects_again(start, monkeypatch):
     ranks = start()
     goes_on(ranks, 2)
     assert len(dropped) == 3
+
+
+def test_a_rank_that_ends_is_missed_though_a_process_that_it_forked_goes_on(start):
+    """A worker of its data loader held the connection open: that the rank was killed showed after `timeout_s`
+    only."""
+    ranks = start()
+    call(ranks)
+    eventually(lambda: have_heard(ranks, 2))
+    until, end = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(end)
+        os.read(until, 1)
+        os._exit(0)
+    try:
+        ranks[1].close()
+        eventually(lambda: [peer.is_gone for peer in ranks[0]._connections.peers if peer.rank == 1] == [True])
+    finally:
+        os.close(end)
+        os.waitpid(child, 0)
+        os.close(until)
 
 
 def test_strangers_have_little_time(monkeypatch):
