@@ -25,7 +25,7 @@ from ds_compress.engine.stage import Instruction
 from ds_compress.engine.tied import reduce_tied_gradients
 from ds_compress.message.channel import Mode
 from ds_compress.message.layout import tensors_in
-from ds_compress.monitor.metrics import EVAL_LOSS, label
+from ds_compress.monitor.metrics import EVAL_LOSS
 
 _UNTIMED = contextlib.nullcontext()
 _EVAL_OPTIONS = ("return_logits", "compute_loss", "reduce_output", "bcast_loss", "num_micro_batches")
@@ -261,7 +261,5 @@ def _evaluate_both(
     if engine.global_rank == 0:
         values = ", ".join(f"{losses[mode]:.4f} {mode}" for mode in EVAL_LOSS)
         print(f"ds_compress: evaluation after step {engine.global_steps}: loss {values}", flush=True)
-        if monitored:
-            events = [(label(name), losses[mode], engine.global_samples) for mode, name in EVAL_LOSS.items()]
-            engine.monitor.write_events(events)
+        session.monitor.write(engine, {name: losses[mode] for mode, name in EVAL_LOSS.items()})
     return loss

@@ -108,8 +108,11 @@ class Session:
     @contextmanager
     def batch(self) -> Iterator[None]:
         """Wrap a `train_batch` of the engine: the guard checks some of them."""
-        count, quality = self.path.evaluated_at_least(), self.monitor.message_quality
-        with self.watchdog.watch("train_batch"), self.guard.batch(self.engine, count, quality, self._replay):
+        count, monitor = self.path.evaluated_at_least(), self.monitor
+        with (
+            self.watchdog.watch("train_batch"),
+            self.guard.batch(self.engine, count, monitor.message_quality, monitor.write, self._replay),
+        ):
             yield
 
     @contextmanager

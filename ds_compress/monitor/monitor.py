@@ -164,6 +164,16 @@ class Monitor(RuntimePart):
             if self._failure:
                 self._log_failure()
 
+    def write(self, engine: Engine, values: Mapping[str, float]) -> None:
+        """Write values of an evaluation, by name in `metrics.EVALUATIONS`, if this rank reports."""
+        if self._off or not self._reports or not engine.monitor.enabled:
+            return
+        with self._guarded():
+            samples = engine.global_samples
+            engine.monitor.write_events([(metrics.label(name), values[name], samples) for name in values])
+        if self._failure:
+            self._log_failure()
+
     @property
     def _is_measured(self) -> bool:
         """Return whether the last reduced step was measured on all stages."""

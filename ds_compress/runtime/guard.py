@@ -27,7 +27,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Mode
 from ds_compress.message.part import Engine, RuntimePart, Step
 from ds_compress.monitor.limits import LOSSLESS, MessageQuality
-from ds_compress.monitor.metrics import LOSS_COST, label
+from ds_compress.monitor.metrics import LOSS_COST
 from ds_compress.transport.collectives import lowest
 
 
@@ -40,6 +40,8 @@ Replay = Callable[[Mode, int], Sequence[Any]]
 """Evaluates so many of the micro-batches in `Guard.replayed`; returns what the last stage puts out."""
 
 Quality = Callable[[], Mapping[ChannelKey, MessageQuality]]
+
+Write = Callable[[Engine, Mapping[str, float]], None]
 
 logger = logging.getLogger("ds_compress")
 
@@ -74,12 +76,15 @@ class Guard(RuntimePart):
         self._on = plain and any(is_lossy(each.forward) for each in used)
 
     @contextmanager
-    def batch(self, engine: Engine, count: int, quality: Quality, replay: Replay) -> Iterator[None]:
+    def batch(
+        self, engine: Engine, count: int, quality: Quality, write: Write, replay: Replay
+    ) -> Iterator[None]:
         """Wrap a training step of `engine`, and check it where that is due; every rank enters it alike.
 
         Args:
             count: micro-batches to compare losses on.
             quality: returns what this replica measured of the step (`Monitor.message_quality`).
+            write: writes what the guard measured (`Monitor.write`).
 
         Raises:
             CompressionError: compression costs more than is allowed, and "action" is "stop".
@@ -91,7 +96,7 @@ class Guard(RuntimePart):
         if self.compares_losses(engine.global_steps):
             self._check_limits(engine, quality())
         if self.due:
-            self._check_loss(engine, replay)
+            self._check_loss(engine, write, replay)
         self.due = False
         self.batches.clear()
         self._note_loss(getattr(engine, "agg_train_loss", None))
@@ -113,7 +118,7 @@ class Guard(RuntimePart):
         """Return whether the guard compares losses after that step."""
         return self._loses and self._options.is_due(step - self._config.warmup_steps)
 
-    def _check_loss(self, engine: Engine, replay: Replay) -> None:
+    def _check_loss(self, engine: Engine, write: Write, replay: Replay) -> None:
         """Compare the loss with compression and without, after a step with `due`; every rank calls it."""
         loads = engine.is_first_stage() or engine.is_last_stage()
         if not any(lowest(engine.device, len(self.batches) == self.batches.maxlen or not loads)):
@@ -126,8 +131,7 @@ class Guard(RuntimePart):
         self.batches.clear()
         if not math.isfinite(plain):
             return
-        if self._rank == 0 and engine.monitor.enabled:
-            engine.monitor.write_events([(label(LOSS_COST), compressed - plain, engine.global_samples)])
+        write(engine, {LOSS_COST: compressed - plain})
         self._judge(engine, compressed, plain)
 
     def _loss(self, engine: Engine, replay: Replay, mode: Mode) -> Tensor:

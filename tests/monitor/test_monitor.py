@@ -230,6 +230,7 @@ WRITTEN = {"blocking": 1, "eager": 2}
 """By mode of the link: every so many steps."""
 
 EVERY_STEP = {"monitor": {"every": 1}}
+QUANTIZED = {"forward": {"codec": "quantize"}, "min_numel": 0, "eval": "both", "guard": {"every": 1}}
 
 
 def keep(name, engine, step):
@@ -331,6 +332,25 @@ def closed_output():
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
     return mock.patch.object(monitor, "print", closed, create=True)
+
+
+def evaluate_on_a_full_disk(folder, block):
+    """Losses of steps and evaluations, and warnings."""
+    config = ds_config(block, **sinks(folder, wandb=False))
+    warnings, engine, data = pipeline.log_lines(), build(2, config), batches()
+    with full_disk(), contextlib.redirect_stdout(io.StringIO()):
+        losses = [each(data).item() for each in 3 * [engine.train_batch, engine.eval_batch]]
+    return losses, [line for line in warnings if "monitoring is off" in line]
+
+
+def test_what_evaluations_write_may_fail(tmp_path):
+    """What the guard measures, and both losses of an evaluation, ended the run where they could not be
+    written, though monitoring never does."""
+    ranks = run_ranks(2, evaluate_on_a_full_disk, tmp_path, {**QUANTIZED, "monitor": {"every": 0}})
+    losses, warnings = zip(*ranks)
+    assert len(losses[0]) == 6 and losses[0] == losses[1]
+    ((line,), ()) = warnings
+    assert "stage 0: OSError: [Errno 28] No space left on device" in line
 
 
 BREAKS = {

@@ -269,7 +269,7 @@ def due(settings, steps=2000):
     guard = Guard(Config({"min_numel": 0, **settings}), 0, 2)
     found = []
     for step in range(1, steps + 1):
-        guard.batch(SimpleNamespace(global_steps=step - 1), 1, dict, None).__enter__()
+        guard.batch(SimpleNamespace(global_steps=step - 1), 1, dict, None, None).__enter__()
         if guard.due:
             found.append(step)
     return found
