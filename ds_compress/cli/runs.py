@@ -200,7 +200,9 @@ def _join(name: str, written: Series) -> Series:
     found, before, last = Series(), 0.0, 0.0
     for at, value in sorted(dict(written).items()):
         if name.rpartition("/")[2] in RUNNING_TOTALS:
-            before += last if value < last else 0.0
+            # each step sends messages, but not each ends a round
+            began_anew = value < last or (value == last and "/boundary_" in name)
+            before += last if began_anew else 0.0
             last = value
         found.append((at, before + value))
     return found

@@ -119,6 +119,20 @@ def test_bytes_of_a_run_that_went_on(tmp_path):
     assert (run.rounds()["rounds"], run.rounds()["members_least"]) == (3, 2)
 
 
+@pytest.mark.parametrize("parts", [2, 3])
+def test_bytes_of_runs_that_went_on_after_one_value_each(parts, tmp_path):
+    """Tried for ten steps, then resumed for ten more: the total of both was the same, so the report had half
+    of the bytes, and a step that sent none."""
+    for part in range(parts):
+        samples = range(10 * part + 1, 10 * part + 11)
+        write_csv(tmp_path, LOSS, [(at, 1.0) for at in samples])
+        for direction, name in itertools.product(DIRECTIONS, ("raw_bytes", "wire_bytes")):
+            write_csv(tmp_path, label(name, 0, direction), [(samples[-1], 1000.0)])
+    run = read_run(tmp_path)
+    assert summarize(run)["MB sent"] == 2 * parts * 1000 / 1e6
+    assert run.per_step("wire_bytes", 0, "forward") == 100
+
+
 def test_names_with_dots(tmp_path, capsys):
     """Runs in the folders lr0.1 and lr0.2 were both named lr0, so no report was made of them."""
     folders = [tmp_path / "lr0.1" / "csv", tmp_path / "lr0.2"]
