@@ -29,7 +29,8 @@ class Monitor(RuntimePart):
 
     Only steps that will be written are measured; all stages know beforehand which ones. Monitoring never
     stops training. The first error of any stage or sink is logged as one warning, and switches monitoring
-    off on all stages at the next all-reduce, which every stage enters even after an error.
+    off on all stages at the next all-reduce, which every stage enters even after an error. Steps that a guard
+    judges that may stop training are still measured.
     """
 
     def __init__(
@@ -94,14 +95,16 @@ class Monitor(RuntimePart):
         every = self.config.block.monitor.every
         counted = every > 0 and step.number % every == 0
         summed = counted or judged or lines.is_early(step.number - self._first + 1, every)
-        self._due = summed and not self._off
+        stops = judged and self.config.block.guard.action != "warn"  # it needs no sink
+        self._due = stops or (summed and not self._off)
+        self._failure = "" if self._off else self._failure
         self._writes = counted and sinks.enabled
         self._take_meters()  # left by an interrupted step
         self._measures = self._due and (self._writes or judged)
         if not self._measures:
             return
         with self._guarded():
-            if judged and self.config.block.guard.action != "warn":
+            if stops:
                 self._gradient_errors.clear()  # a resumed run decides by the same messages
             # each micro-batch in turn, and after a resume the same ones
             number = step.number
@@ -123,7 +126,7 @@ class Monitor(RuntimePart):
     def end_step(self, step: Step) -> None:
         """Collect, reduce and report the values of a training step; all stages call it."""
         ends, sinks = step.stage.ends, step.engine.monitor
-        if self._off or (self._announced and not self._due):
+        if self._announced and not self._due:
             return
         first, self._announced = not self._announced, True
         if first:
@@ -139,7 +142,7 @@ class Monitor(RuntimePart):
             self._off = True
             if statuses.index(Status.FAILED) == self._rank:
                 self._log_failure()
-        elif self._reports:
+        elif self._reports and not self._off:
             with self._guarded():
                 channels = self._table.channels
                 if first:
@@ -184,7 +187,7 @@ class Monitor(RuntimePart):
 
         All stages of the pipeline get the same values; the dict is empty if the step was not measured.
         """
-        if self._off or not self._is_measured:
+        if not self._is_measured:
             return {}
         now, before = self._last
         return {

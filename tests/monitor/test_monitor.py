@@ -13,6 +13,7 @@ from deepspeed.monitor.monitor import MonitorMaster
 
 from ds_compress.cli.runs import LOSS
 from ds_compress.config import DIRECTIONS
+from ds_compress.errors import CompressionError
 from ds_compress.message import meters
 from ds_compress.message.clock import HostClock
 from ds_compress.message.meters import SendingMeter
@@ -351,6 +352,27 @@ def test_what_evaluations_write_may_fail(tmp_path):
     assert len(losses[0]) == 6 and losses[0] == losses[1]
     ((line,), ()) = warnings
     assert "stage 0: OSError: [Errno 28] No space left on device" in line
+
+
+STOPS = {"guard": {"every": 1, "action": "stop", "error": 0.3, "loss": 1e9}, **EVERY_STEP}
+
+
+def become_coarse_on_a_full_disk(folder, block):
+    """What the guard says when a codec becomes coarse after monitoring has been switched off."""
+    engine, data = build(2, ds_config(block, **sinks(folder, wandb=False))), batches()
+    with full_disk(), contextlib.redirect_stdout(io.StringIO()):
+        for _ in range(4):
+            engine.train_batch(data)
+        engine.ds_compress.reconfigure({"0": {"forward": {"codec": {"name": "quantize", "bits": 1}}}})
+        with pytest.raises(CompressionError) as stopped:
+            engine.train_batch(data)
+    return str(stopped.value)
+
+
+def test_the_guard_stops_a_run_after_monitoring_was_switched_off(tmp_path):
+    """It judged messages by what the monitor measured: after a sink had failed, by nothing."""
+    lines = run_ranks(2, become_coarse_on_a_full_disk, tmp_path, {**QUANTIZED, **STOPS})
+    assert all("after step 5 boundary 0, forward: a token error of" in line for line in lines)
 
 
 BREAKS = {
