@@ -74,39 +74,31 @@ def attach(engine: Any, block: object) -> None:
     base = type(engine)
     mixin, make_path = _mixin(engine)
     agreed: dict[str, Any] | CompressionError
+    compresses, sites = False, None
     try:
         config = Config(block)
-        boundaries = make_path.check(config, engine.num_stages)
-        check_release(engine)
-        config.count_epochs(steps_per_epoch(engine))
-        codec = config.replica_codec
-        has_replicas = codec is not None and engine.is_data_parallel
-        exchanges = has_replicas or config.outer is not None
-        compresses = config.block.enabled and (engine.num_stages > 1 or exchanges)
-        if codec is not None and has_replicas and config.block.replicas:
-            check_optimizer(engine, config.block.replicas, codec)
-        sites = importlib.import_module(SITES) if compresses and config.outer else None
-        if sites is not None:
-            sites.OuterTraffic.check(engine)
+        matched: dict[str, Any] = {}
+        if config.block.enabled:
+            boundaries = make_path.check(config, engine.num_stages)
+            check_release(engine)
+            config.count_epochs(steps_per_epoch(engine))
+            codec = config.replica_codec
+            has_replicas = codec is not None and engine.is_data_parallel
+            compresses = engine.num_stages > 1 or has_replicas or config.outer is not None
+            if codec is not None and has_replicas and config.block.replicas:
+                check_optimizer(engine, config.block.replicas, codec)
+            sites = importlib.import_module(SITES) if config.outer else None
+            if sites is not None:
+                sites.OuterTraffic.check(engine)
+            backend = kernels(engine.device).name  # tests Triton's kernels before the first message
+            matched = {"kernels": backend, **numerics_to_match(config, engine.device)}
         if compresses:
             config.prepare()
         else:
             config.leave_uncompressed("a pipeline of one stage sends no messages; use two or more")
-        connections = config.block.link.connections
-        if connections != 1 and receives_hold_device(engine.device):
-            config.notes[
-                f"{KEY}.link.connections: {connections} has no effect over NCCL, which opens connections of "
-                "its own (NCCL_SOCKET_NTHREADS, NCCL_NSOCKS_PERTHREAD)"
-            ] = None
-        if codec is not None and not engine.is_data_parallel:
-            config.notes[f"{KEY}.replicas has no effect: there is one replica"] = None
-        backend = kernels(engine.device).name  # tests Triton's kernels before the first message
-        agreed = {
-            "version": __version__,
-            **config.settings,
-            "kernels": backend,
-            **numerics_to_match(config, engine.device),
-        }
+        if config.block.enabled:
+            _note_unused(engine, config)
+        agreed = {"version": __version__, **config.settings, **matched}
     except CompressionError as error:
         agreed = error
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -130,6 +122,18 @@ def attach(engine: Any, block: object) -> None:
     session = engine.ds_compress = Session(engine, config, boundaries, connect, watchdog, notes, outer)
     cleanup.free_with(engine, session.stage.groups, watchdog.close)
     weakref.finalize(engine, session.monitor.close)  # when the engine goes, at the latest when Python ends
+
+
+def _note_unused(engine: Any, config: Config) -> None:
+    """Note what of `config` has no effect on this `engine`."""
+    connections = config.block.link.connections
+    if connections != 1 and receives_hold_device(engine.device):
+        config.notes[
+            f"{KEY}.link.connections: {connections} has no effect over NCCL, which opens connections of "
+            "its own (NCCL_SOCKET_NTHREADS, NCCL_NSOCKS_PERTHREAD)"
+        ] = None
+    if config.replica_codec is not None and not engine.is_data_parallel:
+        config.notes[f"{KEY}.replicas has no effect: there is one replica"] = None
 
 
 def _log_notes(engine: Any, config: Config) -> None:

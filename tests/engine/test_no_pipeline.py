@@ -23,6 +23,8 @@ def plain_config(block, stage=1):
 
 NO_PIPELINE = ("has no effect", "is not a pipeline", "PipelineM")
 REQUIRE, OFF = {"DS_COMPRESS_REQUIRE": "1"}, {"enabled": False}
+NOWHERE = {"warmup_epochs": 1, "boundaries": {"9": GOOD}, "recipe": "safe_replicas"}
+"""What no pipeline here could have."""
 BY_BLOCK, BY_ENVIRONMENT = '"enabled": "required"', "DS_COMPRESS_REQUIRE=1"
 GO_ON = [
     # kind of engine, config or block, environment, what rank 0 logs
@@ -32,6 +34,7 @@ GO_ON = [
     ("plain", {**plain_config(None), "ds_compres": GOOD}, {}, ("did you mean 'ds_compress'?",)),
     ("pipeline", {**ds_config(), "ds-compress": {}}, {}, ("key 'ds-compress' is unknown to DeepSpeed: did",)),
     *(("plain", block, {}, ()) for block in (None, OFF)),
+    ("pipeline", {**OFF, **NOWHERE}, {}, ()),
     ("pipeline", REQUIRED, {}, ()),
     ("pipeline", GOOD, REQUIRE, ()),
 ]
@@ -87,7 +90,8 @@ def starts():
 
 @pytest.mark.parametrize("number", range(len(GO_ON)))
 def test_an_engine_that_compresses_nothing_says_so_once(starts, number):
-    """Not where it is switched off, or has no key."""
+    """Not where it is switched off, or has no key. Switched off it was refused for options that do not fit
+    the pipeline, such as warm-up epochs without training data."""
     ((lines, error), other), parts = (rank[number] for rank in starts), GO_ON[number][-1]
     assert error == "" and other == ([], "") and len(lines) == bool(parts)
     assert all(part in lines[0] and "\n" not in lines[0] for part in parts), lines
