@@ -25,6 +25,8 @@ from ds_compress.errors import REQUIRE, CompressionError, is_required
 PIPELINE = "deepspeed.runtime.pipe.engine"
 PLAIN = "deepspeed.runtime.engine"
 KEY = "ds_compress"
+HOOK = "DS_COMPRESS_HOOK"
+"""Environment variable: 0 switches the hook off."""
 
 MARK = "_ds_compress"  # attribute of wrapped constructors
 FIRST_USES = ("_exec_schedule", "save_checkpoint", "load_checkpoint")
@@ -40,7 +42,7 @@ def hook() -> None:
 
     Errors are only raised if compression is required; otherwise they would break `import torch`.
     """
-    if os.environ.get("DS_COMPRESS_HOOK") == "0":
+    if os.environ.get(HOOK) == "0":
         return
     try:
         for target in ENGINES:

@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 
+from ds_compress.autoload import HOOK
 from ds_compress.cli import main
 from ds_compress.cli.doctor import machine
 from ds_compress.cli.doctor.cluster import merge_links
@@ -77,6 +78,7 @@ def versions(**others):
         (versions(python="3.12"), "look", "python differs: 3.11.7 on a; 3.12 on b", ""),
         (versions(transformers=None), "look", "transformers differs: 5 on a; none on", ""),
         ({"switched_on": False}, "bad", "does not load ds_compress by itself on b", machine.AUTOLOAD),
+        ({"hooks": False}, "bad", f"{HOOK} is 0 on b: the key would be ignored", f"unset {HOOK}"),
         ({"kernels": None}, "look", "no C++ kernels on b", "apt install g++"),
         (NAMED_LO, "bad", "b would not be found: gloo takes lo, as the name b", "GLOO_SOCKET_IFNAME=eth0"),
         (MISSPELT, "bad", "takes eht0, as GLOO_SOCKET_IFNAME; interfaces: eth0", "GLOO_SOCKET_IFNAME=eth0"),
@@ -145,6 +147,20 @@ def test_a_machine_without_kernels_or_entry_point(monkeypatch):
     assert found["kernels"] is None and not found["switched_on"]
     assert (found["gloo_interface"], found["gloo_because"]) == ("eth7", "GLOO_SOCKET_IFNAME")
     assert [each.level for each in findings({"hosts": [{**found, "way": None}]})] == ["good", "bad", "look"]
+
+
+def test_a_machine_where_the_hook_is_switched_off(monkeypatch):
+    """The doctor found nothing wrong, and training was uncompressed."""
+    assert machine.facts()["hooks"]
+    monkeypatch.setenv(HOOK, "0")
+    assert not machine.facts()["hooks"]
+
+
+def test_several_interfaces_may_be_named(monkeypatch):
+    """gloo takes a list; the doctor took it for one interface, which no machine has: "would not be found"."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0,ib0")
+    name, why = machine.gloo_interface()
+    assert problems(gloo_interface=name, gloo_because=why) == []
 
 
 @pytest.mark.parametrize("address, interface", [("127.0.1.1", "lo"), ("::1", "lo"), ("192.0.2.77", None)])

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ds_compress.autoload import HOOK
 from ds_compress.cli.doctor.cluster import Report, is_unreachable
 from ds_compress.cli.doctor.machine import AUTOLOAD, LOOPBACK, Facts
 
@@ -73,13 +74,20 @@ def _versions(hosts: list[Facts], names: list[str]) -> Iterator[Finding]:
 
 
 def _switched_on(hosts: list[Facts], names: list[str]) -> Iterator[Finding]:
-    """Check that torch loads ds_compress automatically on every machine."""
+    """Check that ds_compress switches itself on on every machine."""
     off = _by([host["switched_on"] for host in hosts], names).get(False, [])
     if off:
         yield Finding(
             "bad",
             f"torch does not load ds_compress by itself on {', '.join(off)}: the key would be ignored",
             f"unset {AUTOLOAD}, or install ds_compress with pip, or import ds_compress in the script",
+        )
+    off = _by([host.get("hooks", True) for host in hosts], names).get(False, [])
+    if off:
+        yield Finding(
+            "bad",
+            f"{HOOK} is 0 on {', '.join(off)}: the key would be ignored",
+            f"unset {HOOK}, or call ds_compress.attach in the script",
         )
 
 

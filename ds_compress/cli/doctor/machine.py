@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import torch
 
+from ds_compress.autoload import HOOK
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import library
 from ds_compress.version import __version__
@@ -50,6 +51,7 @@ def facts(meeting_point: str | None = None) -> Facts:
         "versions": versions,
         # whether `import torch` loads ds_compress
         "switched_on": os.environ.get(AUTOLOAD, "1") == "1" and "ds_compress" in points.names,
+        "hooks": os.environ.get(HOOK) != "0",  # whether it then looks for the key
         "device": device,
         # instruction set of the C++ kernels; None: codecs run in PyTorch
         "kernels": library.instruction_set() if library.load() else None,
@@ -115,7 +117,7 @@ def gloo_interface() -> tuple[str | None, str]:
 
     gloo takes GLOO_SOCKET_IFNAME if it is set, else the interface whose address the host name resolves to.
     """
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]  # of several, the first one
     if chosen:
         return chosen, "GLOO_SOCKET_IFNAME"
     name = socket.gethostname()
