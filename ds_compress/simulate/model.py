@@ -107,11 +107,6 @@ def simulate(
         raise CompressionError(
             f"simulate: {type(model).__name__} has no list of layers; allowed: nn.Sequential, PipelineModule"
         )
-    if config.quality is not None:
-        raise CompressionError(
-            f"{KEY}.recipe: 'auto' is not simulated, as it chooses from what a pipeline measures; use the "
-            "block that it prints there"
-        )
     interval = getattr(model, "activation_checkpoint_interval", 0)
     if interval:
         raise CompressionError(
@@ -119,11 +114,16 @@ def simulate(
             "be recomputed; allowed: 0, which has the same results"
         )
     cuts = _between(cuts, len(layers))
-    config.in_force.check_boundaries(len(cuts))
-    config.count_epochs(steps_per_epoch)
     micro_batches = _micro_batches(ds_config)
     if not config.block.enabled:
         return model
+    if config.quality is not None:
+        raise CompressionError(
+            f"{KEY}.recipe: 'auto' is not simulated, as it chooses from what a pipeline measures; use the "
+            "block that it prints there"
+        )
+    config.in_force.check_boundaries(len(cuts))
+    config.count_epochs(steps_per_epoch)
     config.prepare()
 
     tracking = _tracking(config, len(cuts), model)

@@ -52,6 +52,15 @@ def two_layers():
     return nn.Sequential(nn.Identity(), nn.Identity())
 
 
+@pytest.mark.parametrize(
+    "others", [{"recipe": "auto"}, {"warmup_epochs": 1}, {"boundaries": {"9": {}}}], ids=str
+)
+def test_what_is_switched_off_is_the_model_itself(others):
+    """It was refused for what `simulate` could not have done with it."""
+    model = two_layers()
+    assert simulate(model, ds_config({**others, "enabled": False}), [1]) is model
+
+
 @pytest.mark.parametrize("cuts", [[0], [8], [4, 4], [5, 3], ["a"], [2.5], [True], 4, None, ["a", 3]], ids=str)
 def test_cuts_must_lie_between_layers(cuts):
     """What is no integer was a TypeError."""
