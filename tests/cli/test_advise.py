@@ -105,6 +105,11 @@ def test_a_slow_codec_is_seen_through(capsys):
     assert "Compression will not pay, none with link depth" in out
 
 
+def test_lossless_is_compression(capsys):
+    """ "Compression will not pay, lossless with link depth 1 will" contradicted itself."""
+    assert advise(capsys, *SLOW_LINK, "--quality", "lossless").startswith("Use lossless with link depth")
+
+
 def test_depth_pays_where_round_trips_are_waited_for(capsys):
     far = [*FAR, *FAST_CODECS]
     steps = [plan(capsys, *far, "--depth", depth)["rows"][1]["step_s"] for depth in ("1", "2", "3")]

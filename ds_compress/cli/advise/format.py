@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ds_compress.config.recipes import LIMITS, Quality
-from ds_compress.planning.choice import is_within, largest_error
+from ds_compress.planning.choice import is_within
 
 if TYPE_CHECKING:
     from ds_compress.hf.footprint import StageFootprint
@@ -66,7 +66,8 @@ def format_verdict(rows: Sequence[dict[str, Any]], best: dict[str, Any] | None, 
         speed = f"{top['recipe']}, the best, makes a step {top['speedup']:.2f} times as fast"
         return f"Nothing will pay: {speed}; {ceiling}."
     what = f"{best['recipe']} with link depth {best['depth']}"
-    lead = f"Compression will not pay, {what} will" if largest_error(best) == 0 else f"Use {what}"
+    compresses = sum(best["wire_bytes"]) < sum(baseline["wire_bytes"])
+    lead = f"Use {what}" if compresses else f"Compression will not pay, {what} will"
     limit = {
         "compute": "computing limits it then",
         "codec": "the codec limits it then",
