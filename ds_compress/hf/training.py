@@ -314,6 +314,9 @@ def _check_same_settings(settings: Settings) -> None:
     values = settings.model_dump(mode="json", exclude={"model": True, "tokenizer": True, "out": True})
     values["data"] |= {"train": "", "eval": ""}
     values["ds_config"].pop("ds_compress", None)
+    for monitor in ("csv_monitor", "tensorboard"):
+        if isinstance(own := values["ds_config"].get(monitor), dict):
+            own.pop("output_path", None)
     for key, value in values.items():
         _check_same(f"{NAME}.{key}", json.dumps(value).encode())
 

@@ -154,9 +154,14 @@ def test_more_stages_than_processes(path):
 
 
 def test_machines_with_other_settings_or_other_text(path, tmp_path):
-    """Other numbers of steps would hang ranks; labels of another text would be learned."""
+    """Other numbers of steps would hang ranks; labels of another text would be learned. The folder of a
+    monitor is a path like "out", and was compared."""
     said = "train.json.steps differs between ranks 0 and 1; should be equal on all machines"
-    assert run_ranks(2, refused_on_rank, path, {"steps": 7}) == [said, said]
+    here, there = (
+        {**DS_CONFIG, "csv_monitor": {"enabled": True, "output_path": where}} for where in ("here", "there")
+    )
+    change(path, ds_config=here)
+    assert run_ranks(2, refused_on_rank, path, {"steps": 7, "ds_config": there}) == [said, said]
     (tmp_path / "text.txt").write_text(text(121))
     first, second = run_ranks(2, refused_on_rank, path, {"data": {"train": str(tmp_path / "text.txt")}})
     assert first == second
