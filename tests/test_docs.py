@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+import ds_compress
 from ds_compress.config import Config
 from tests.support.launch_scripts import ROOT
 
@@ -33,6 +34,12 @@ def test_blocks_are_accepted(code):
     """The one of docs/policies.md led to warnings that its bits have no effect, as its policy sets them."""
     found = json.loads(code if code.startswith("{") else f"{{{code}}}")
     assert not Config(found["ds_compress"]).notes
+
+
+def test_public_names_are_on_their_page():
+    """By docs/api.md `attach` and `check_codec` could change without notice."""
+    found = set(re.findall(r"^::: [\w.]+\.(\w+)$", PAGES["api.md"], re.M))
+    assert set(ds_compress.__all__) - found == {"__version__"}
 
 
 @pytest.mark.parametrize("line", IMPORTS)
