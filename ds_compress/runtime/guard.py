@@ -166,7 +166,7 @@ class Guard(RuntimePart):
             for direction in directions
         )
         # a loss that is no number with compression hurts
-        meaning = "the model has come to need it" if cost < -allowed else "it hurts"
+        meaning = "the model has come to need it" if cost < 0 else "it hurts"
         share = f"{cost / abs(plain):+.1%}" if plain else "all of it"
         line = (
             f"ds_compress: guard: after step {engine.global_steps} a loss of {plain:.4g} is {compressed:.4g} "

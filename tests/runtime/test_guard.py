@@ -16,10 +16,12 @@ from ds_compress.config.block import FIRST_CHECK
 from ds_compress.engine.deepspeed import evaluating
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import evaluated as sent_as
+from ds_compress.monitor.limits import LOSSLESS
 from ds_compress.runtime.guard import Guard
 from tests.support import pipeline
 from tests.support.pipeline import WIDTH, Block
 from tests.support.ranks import run_ranks
+from tests.support.refusals import refusal
 
 COARSE = {"codec": {"name": "topk", "density": 0.02}}
 REUSE = {"codec": {"name": "topk", "density": 0.02, "indices": "reuse"}}
@@ -327,6 +329,15 @@ def test_a_loss_that_is_no_number_with_compression_stops():
     specs = [LayerSpec(layer) for layer in (Block, Block, Brittle, Block)]
     ranks = run_ranks(2, trained, 2, config, 2, specs)
     assert all(" is nan with compression " in rank["error"] for rank in ranks)
+
+
+@pytest.mark.parametrize("compressed, meaning", [(1.97, "has come to need it"), (2.03, "it hurts")])
+def test_a_loss_that_is_lower_with_compression_does_not_hurt(compressed, meaning):
+    """Where it was too much only together with errors of messages, the line said "-1.5% ...: it hurts"."""
+    guard = Guard(Config({"forward": COARSE, "guard": {"action": "stop"}}), 0, 1)
+    guard._worst = LOSSLESS._replace(error=0.45)
+    line = refusal(guard._judge, SimpleNamespace(global_steps=25), compressed, 2.0)
+    assert "too much together" in line and meaning in line
 
 
 def judged(config, folder, saved=0):
