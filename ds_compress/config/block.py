@@ -100,7 +100,7 @@ class CheckpointOptions(Options):
 
 class GuardOptions(Options):
     every: Steps = 200
-    """Steps between two checks; the first comes 25 steps after the warm-up. A check runs the last micro-batch
+    """Steps between two checks; one more comes 25 steps after the warm-up. A check runs the last micro-batch
     (under DualPipeV: all of the step) through the pipeline twice, compressed and uncompressed, without
     training on it. 0: never. The loss is not checked if activations have a feedback: evaluation omits it."""
     loss: float = Field(default=0.02, gt=0, le=1e9)
