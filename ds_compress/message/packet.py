@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ds_compress.codec import Layout, MessageId, fill
 from ds_compress.errors import CompressionError
-from ds_compress.transport.packet import Packet
+from ds_compress.transport.packet import Packet, new_packet
 
 MAGIC = b"DSCP"
 VERSION = 3
@@ -102,7 +102,7 @@ class PacketLayout:
 
     def allocate(self, device: torch.device) -> Packet:
         """Allocate a packet of zeros, so that the gaps are the same on every run."""
-        return Packet(torch.zeros(self.nbytes, dtype=torch.uint8, device=device))
+        return new_packet(self.nbytes, device)
 
     def views(self, packet: Packet) -> tuple[Tensor, ...]:
         """Return the payload tensors inside `packet`, without a copy.

@@ -27,7 +27,7 @@ from torch.distributed import DistError, Work
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.memory import is_out_of_memory
 from ds_compress.transport.connections import connect
-from ds_compress.transport.packet import Packet
+from ds_compress.transport.packet import Packet, new_packet
 from ds_compress.transport.parts import Parts
 from ds_compress.transport.staging import Staged, receives_hold_device, transport_for
 
@@ -153,7 +153,7 @@ class Sender(Endpoint):
             self._free.clear()
         if self._free:
             return self._free.pop()
-        return Packet(torch.zeros(nbytes, dtype=torch.uint8, device=self.device))
+        return new_packet(nbytes, self.device)
 
     def send(self, packet: Packet) -> None:
         """Send `packet`, which came from `memory`."""
@@ -186,7 +186,7 @@ class Receiver(Endpoint):
         return self._packet
 
     def _empty(self, nbytes: int) -> Packet:
-        return Packet(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
+        return new_packet(nbytes, self.device, torch.empty)
 
 
 class EagerSender(Sender):

@@ -1,5 +1,8 @@
 """The memory of a packet, which links use again."""
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 
 
@@ -19,3 +22,12 @@ class Packet:
         self.layout: object = None
         self.views: tuple[Tensor, ...] = ()
         """Those that `layout` has made."""
+
+
+@torch.inference_mode(False)
+def new_packet(nbytes: int, device: torch.device, make: Callable[..., Tensor] = torch.zeros) -> Packet:
+    """Return a packet of so many bytes that `make` has allocated.
+
+    Training uses the packets of an evaluation again, and cannot write to tensors of inference mode.
+    """
+    return Packet(make(nbytes, dtype=torch.uint8, device=device))

@@ -106,6 +106,7 @@ class Staging:
         return self._free.pop(0) if self._free else _Buffer(pinned(nbytes), self._event())
 
 
+@torch.inference_mode(False)  # as `new_packet`
 def pinned(nbytes: int) -> Tensor:
     """Return uint8 memory of the host that the device copies to and from by itself."""
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)

@@ -76,6 +76,24 @@ def test_evaluation_leaves_training_as_it_was(how, link):
     assert both["losses"] == trained["losses"] and len(both["evaluated"]) == 6
 
 
+def losses_after_evaluation(block, mode):
+    """Losses of an engine that begins with an evaluation in a mode of torch."""
+    engine = build(2, ds_config(block))
+    with mode():
+        first = engine.eval_batch(batches()).item()
+    data = batches()
+    return [first, *(engine.train_batch(data).item() for _ in range(2))]
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_training_goes_on_after_an_evaluation_in_inference_mode(link):
+    """Training sends the packets of an evaluation again, and raised that it cannot write to them."""
+    block = alike({"name": "quantize", "bits": 4}, min_numel=0, link={"mode": link})
+    modes = torch.inference_mode, torch.no_grad
+    inference, usual = (run_ranks(2, losses_after_evaluation, block, mode)[0] for mode in modes)
+    assert inference == usual
+
+
 def announcement(block, stages):
     with printed_lines("active") as lines:
         train(stages, ds_config(block), steps=3)
