@@ -244,7 +244,7 @@ def _evaluate_both(
     if config.block.eval != "both" or not is_mean or asked.get("return_logits", False):
         return evaluate(data_iter, *args, **kwargs)
     asked["bcast_loss"] = True  # to the rank that reports
-    items = None if data_iter is None else iter(lambda: next(data_iter), object())
+    items = None if data_iter is None else map(next, itertools.repeat(data_iter))
     once, again = (None, None) if items is None else itertools.tee(items)
     other: Mode = "compressed" if config.eval == "uncompressed" else "uncompressed"
     monitored, losses = engine.monitor.enabled, dict[str, float]()

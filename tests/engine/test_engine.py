@@ -282,6 +282,19 @@ def test_both_losses_of_one_model(feedback):
     assert compressed != plain and len(both[0]["lines"]) == 6 and not both[1]["lines"]
 
 
+def evaluated_on_arrays(block):
+    """The loss of an evaluation whose batches are arrays of numpy until the engine has loaded them."""
+    engine = build(2, ds_config(block))
+    engine.set_batch_fn(lambda pair: tuple(map(torch.from_numpy, pair)))
+    return engine.eval_batch(torch.stack(pair).numpy() for pair in batches()).item()
+
+
+def test_both_losses_of_batches_that_are_arrays():
+    """Each batch was compared with what ends the data, and numpy compares the values of an array."""
+    default, both = ({**TENTH_BLOCK, "eval": how} for how in (Config(TENTH_BLOCK).eval, "both"))
+    assert run_ranks(2, evaluated_on_arrays, both) == run_ranks(2, evaluated_on_arrays, default)
+
+
 def asked_otherwise(block, options):
     engine = build(2, ds_config(block))
     batch = itertools.repeat(next(batches()))
