@@ -202,8 +202,8 @@ def make_tiny_config(config: PretrainedConfig) -> PretrainedConfig:
         _set_if_used(
             tiny, "num_key_value_heads", few if groups == heads else 1 if groups == 1 else few // 2 or 1
         )
-    if getattr(config, "word_embed_proj_dim", width) != width:
-        _set_if_used(tiny, "word_embed_proj_dim", head_dim)
+    is_projected = getattr(config, "word_embed_proj_dim", width) != width
+    _set_if_used(tiny, "word_embed_proj_dim", head_dim * few // (2 if is_projected else 1))
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         _set_if_used(tiny, name, 1)
     _drop_layers(tiny)

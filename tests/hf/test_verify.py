@@ -8,10 +8,21 @@ import transformers
 from peft import LoraConfig, inject_adapter_in_model
 from transformers import LlamaForCausalLM
 
-from ds_compress.hf.model import make_layer_specs
+from ds_compress.hf.model import make_layer_specs, plan_parts
 from ds_compress.hf.part import causal_lm_loss
 from ds_compress.hf.verify import make_tiny_config, verify_parts
-from tests.support.finetuning import FAMILIES, HEAD, LAYERS, SIZES, batch, config, load_model, run_model, save
+from tests.support.finetuning import (
+    FAMILIES,
+    HEAD,
+    LAYERS,
+    SIZES,
+    VOCABULARY,
+    batch,
+    config,
+    load_model,
+    run_model,
+    save,
+)
 from tests.support.launch_scripts import ROOT
 from tests.support.refusals import refusal
 
@@ -97,6 +108,15 @@ def test_what_is_checked_has_every_kind_of_layer_and_little_else():
         made = make_tiny_config(given)
         assert made.num_hidden_layers == 3 if not kinds else made.num_hidden_layers >= 2
         assert set(getattr(made, "layer_types", None) or ()) == kinds
+
+
+def test_the_tiny_model_has_a_projection_only_if_the_model_has_one():
+    """Where a model has more than four heads, as every OPT has, it had one: `KeyError`."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    for size in (64, 32):
+        given = transformers.OPTConfig(**sizes, ffn_dim=48, word_embed_proj_dim=size)
+        template, *_ = plan_parts(given, 2, None, None, False)
+        assert ("model.decoder.project_in" in template.structure.before) is (size == 32)
 
 
 def llama4():
