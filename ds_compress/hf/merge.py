@@ -19,10 +19,11 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from ds_compress.errors import CompressionError, errors_at, failures_at
 from ds_compress.hf.documents import list_texts
-from ds_compress.hf.model import LoadedPart, make_layer_specs
+from ds_compress.hf.model import LoadedPart, load_config, make_layer_specs
 from ds_compress.hf.quantized import dequantize, make_plain
 from ds_compress.hf.run_folder import LATEST, read_name
 from ds_compress.hf.settings import NAME, Settings, read_settings
+from ds_compress.hf.training import DTYPES
 from ds_compress.hf.weights import INDEX
 
 ADAPTER = "adapter"
@@ -50,12 +51,15 @@ def merge(run: Path, to: Path, which: str = LATEST) -> None:
         to.mkdir(parents=True, exist_ok=True)
     model = Path(settings.model)
     lora = settings.lora.to_peft(settings.model) if settings.lora else None
-    specs, _ = make_layer_specs(model, 1, lora, None, False, settings.seed, settings.quantize)
+    # the run quantized what the weights are in its dtype, which rounds some to other codes
+    dtype = DTYPES[settings.dtype] if settings.quantize else None
+    specs, _ = make_layer_specs(model, 1, lora, dtype, False, settings.seed, settings.quantize)
+    written: Any = load_config(model).dtype or torch.float32
     adapters: dict[str, Tensor] = {}
     shards: list[dict[str, int]] = []
     for part in _load_parts(specs, run / name):
         adapters |= adapter_tensors(part)
-        if tensors := merged_tensors(part):
+        if tensors := merged_tensors(part, written):
             with failures_at(writing):
                 save_file(tensors, to / PART.format(len(shards)), metadata=FORMAT)
             shards.append({name: tensor.nbytes for name, tensor in tensors.items()})
@@ -129,20 +133,24 @@ def adapter_tensors(part: LoadedPart) -> dict[str, Tensor]:
     }
 
 
-def merged_tensors(part: LoadedPart) -> dict[str, Tensor]:
+def merged_tensors(part: LoadedPart, dtype: torch.dtype) -> dict[str, Tensor]:
     """Add a part's adapters to its weights; return these by the names, and in the form, of the checkpoint.
 
     Quantized weights become whole ones, with the values that the adapters were trained over.
+
+    Args:
+        part: with what a run has trained.
+        dtype: of the weights that are written, unless the model keeps some in another.
     """
     adapted = {name: m for name, m in part.model.named_modules() if isinstance(m, LoraLayer)}
     for name in [name for name in adapted if not any(name.startswith(f"{other}.") for other in adapted)]:
-        part.model.set_submodule(name, _merge_module(adapted[name], part.dtype))
+        part.model.set_submodule(name, _merge_module(adapted[name], dtype))
     for name, module in list(part.model.named_modules()):
         if (weight := dequantize(module)) is not None:
-            part.model.set_submodule(name, make_plain(module, weight, part.dtype))
+            part.model.set_submodule(name, make_plain(module, weight, dtype))
     tied = f"{part.tied_head}.weight"
     state: dict[str, Any] = {
-        name: tensor.detach().cpu().contiguous()
+        name: (tensor.to(dtype) if tensor.dtype == part.dtype else tensor).detach().cpu().contiguous()
         for name, tensor in part.model.state_dict().items()
         if name != tied
     }
