@@ -197,11 +197,9 @@ def make_tiny_config(config: PretrainedConfig) -> PretrainedConfig:
             setattr(tiny, name, maximum)
     _set_if_used(tiny, "hidden_size", head_dim * few)
     _set_if_used(tiny, "num_attention_heads", few)
-    groups = getattr(config, "num_key_value_heads", None)
-    if groups:
-        _set_if_used(
-            tiny, "num_key_value_heads", few if groups == heads else 1 if groups == 1 else few // 2 or 1
-        )
+    for name in ("num_key_value_heads", "num_kv_heads"):
+        groups = getattr(config, name, None)
+        _set_if_used(tiny, name, few if groups == heads else 1 if groups == 1 else few // 2 or 1)
     is_projected = getattr(config, "word_embed_proj_dim", width) != width
     _set_if_used(tiny, "word_embed_proj_dim", head_dim * few // (2 if is_projected else 1))
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):

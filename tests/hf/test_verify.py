@@ -119,6 +119,13 @@ def test_the_tiny_model_has_a_projection_only_if_the_model_has_one():
         assert ("model.decoder.project_in" in template.structure.before) is (size == 32)
 
 
+@pytest.mark.parametrize("kind", [{"alibi": True}, {"new_decoder_architecture": True, "num_kv_heads": 8}])
+def test_a_falcon_of_more_heads_than_the_tiny_model(kind):
+    """It kept the key and value heads of the whole, so falcon-rw and falcon-40b could not be cut."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 16, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    verify_parts(transformers.FalconConfig(**sizes, multi_query=False, **kind), False)
+
+
 def llama4():
     """Its router is a linear layer that returns two tensors."""
     own = {"intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 64}
