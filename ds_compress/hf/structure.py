@@ -173,6 +173,10 @@ class ModelTemplate:
         self.dtype, self.quantizer = dtype, quantizer
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+        with torch.no_grad():  # `from_config` computes tables in the dtype of the weights
+            for module in model.modules():
+                if next(module.buffers(recurse=False), None) is not None:
+                    model._init_weights(module)
         if quantizer:
             fix_skipped_modules(quantizer, model)
         self.structure = structure
