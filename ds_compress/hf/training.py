@@ -92,15 +92,15 @@ class FinetuneRun:
 
     def run(self) -> None:
         """Resume if there is a checkpoint, train, and evaluate before and after."""
-        with self.folder.write(NAME):
-            if self.folder.is_owner:
-                (self.folder.path / NAME).write_text(self.settings.model_dump_json(indent=2) + "\n")
         if not self.folder.is_shared:
             self._say(
                 f"{NAME}.out: the machines do not share {self.folder.path}: each keeps the checkpoints of "
                 "its stages, and rank 0's gets the weights of all at the end"
             )
         self.resume()
+        with self.folder.write(NAME):  # not before: `merge` needs those of the checkpoints that are there
+            if self.folder.is_owner:
+                (self.folder.path / NAME).write_text(self.settings.model_dump_json(indent=2) + "\n")
         before = self.perplexity()
         when = f"of step {done}" if (done := self.engine.global_steps) else "before"
         self._say(f"perplexity {when}: {self._format(before)}")

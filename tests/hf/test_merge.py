@@ -52,6 +52,13 @@ def test_a_run_goes_on_with_the_adapters_that_it_has(out):
     assert second.startswith("lora: layer 1: the checkpoint also trained ['down_proj', ")
 
 
+def test_a_start_that_is_refused_leaves_the_settings_of_the_checkpoint(out, tmp_path):
+    """It had written its own over them, so `merge` refused the run that was there."""
+    other = change(Path(shutil.copy(out / "train.json", tmp_path)), lora=FEWER, out=str(out), steps=8)
+    assert all(run_ranks(2, lambda: refusal(FinetuneRun(read_settings(other)).run)))
+    merge(out, tmp_path / "merged")
+
+
 def test_a_latest_that_names_no_checkpoint(out, capsys):
     """It was a traceback, or a layer was said to be missing."""
     (out / "latest").write_bytes(b"\xff\xfe")
