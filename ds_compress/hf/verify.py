@@ -115,6 +115,12 @@ def _add_adapters(whole: PreTrainedModel, parts: list[Part], lora: LoraConfig) -
         part.eval()
     inject_adapter_in_model(random, whole.requires_grad_(False)).eval()
     adapters = {name: p.detach().clone() for part in parts for name, p in part.model.named_parameters()}
+    lost = {name for name, p in whole.named_parameters() if p.requires_grad} - adapters.keys()
+    if lost:
+        modules = ", ".join(sorted({name.partition(".lora_")[0] for name in lost})[:4])
+        raise CompressionError(
+            f"lora: {modules}: is not trained in a pipeline, only linear modules are; leave it out"
+        )
     whole.load_state_dict(adapters, strict=False)
 
 

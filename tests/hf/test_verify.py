@@ -135,6 +135,12 @@ def test_tables_are_as_exact_as_those_of_transformers(tmp_path):
         assert torch.equal(table, whole.get_buffer(name)), name
 
 
+def test_an_embedding_to_adapt_is_named():
+    """It was said that a Llama cannot be cut into stages, as its logits differ."""
+    said = "lora: model.embed_tokens: is not trained in a pipeline, only linear modules are; leave it out"
+    assert refused(config("Llama"), lora=LoraConfig(target_modules=["q_proj", "embed_tokens"])) == said
+
+
 def llama4():
     """Its router is a linear layer that returns two tensors."""
     own = {"intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 64}
