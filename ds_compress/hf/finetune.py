@@ -44,20 +44,23 @@ def _run(path: Path) -> None:
         from deepspeed import comm as dist
         from deepspeed.accelerator import get_accelerator
 
+        from ds_compress.hf.collective import raised_on_all_ranks
         from ds_compress.hf.settings import read_settings
         from ds_compress.hf.training import FinetuneRun
     except ImportError as error:
         raise CompressionError(f'{error}; pip install "ds_compress[hf]"') from None
     # DeepSpeed would compile this extension, an all-reduce for inference on CPUs that no pipeline calls
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    settings = read_settings(path)
     if "LOCAL_RANK" not in os.environ:
+        read_settings(path)
         raise CompressionError(
             "no launcher started this process: start it through deepspeed --module, torchrun -m, or "
             "accelerate launch --use_deepspeed -m"
         )
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed()
+    with raised_on_all_ranks():  # one machine may have no such file, or another
+        settings = read_settings(path)
     FinetuneRun(settings).run()
     # Without an orderly end gloo's threads may abort a process that has already finished
     dist.barrier()

@@ -35,7 +35,8 @@ class FinetuneRun:
     def __init__(self, settings: Settings):
         self.settings = settings
         self.is_first = dist.get_rank() == 0
-        replicas = check_launch(settings, dist.get_world_size())
+        with raised_on_all_ranks():
+            replicas = check_launch(settings, dist.get_world_size())
         self.folder = RunFolder(Path(settings.out), replicas)
         _check_same_settings(settings)
         with raised_on_all_ranks():

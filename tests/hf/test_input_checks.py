@@ -176,6 +176,19 @@ def refused_on_rank(path, changes, other=1):
     return refused(own).replace(own.name, "train.json")
 
 
+def start_with_own_file(path):
+    return code_and_output(path.with_name("none.json") if distributed.get_rank() else path)
+
+
+def test_settings_that_one_machine_alone_refuses(path):
+    """The others printed gloo's "Connection closed by peer", or waited for a machine that had ended."""
+    first, second = run_ranks(2, refused_on_rank, path, {"stages": 3})
+    assert second.startswith("train.json.stages: 3 is not allowed: 2 processes were started; ")
+    assert first == f"{second} [rank 1]"
+    said = f"{path.with_name('none.json')}: No such file or directory"
+    assert run_ranks(2, start_with_own_file, path) == [(2, f"{said} [rank 1]\n"), (2, f"{said}\n")]
+
+
 def test_without_the_extra_it_says_what_to_install(path):
     """It was once a traceback of imports."""
     program = (
