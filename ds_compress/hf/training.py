@@ -289,16 +289,16 @@ def complete_ds_config(settings: Settings, dtype: torch.dtype | None) -> dict[st
     config, wandb = settings.ds_config, settings.ds_config.get("wandb")
     if isinstance(wandb, dict) and wandb.get("enabled"):
         config = {"csv_monitor": {"enabled": True, "output_path": settings.out, "job_name": "csv"}} | config
+    fp16 = config.get("fp16")
+    if isinstance(fp16, dict) and fp16.get("enabled"):  # without ZeRO, DeepSpeed does not scale the loss
+        return {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True} | config
     if settings.lora or dtype not in (torch.bfloat16, torch.float16):
         return config
     if dtype == torch.float16:
-        fp16 = config.get("fp16")
-        if not (isinstance(fp16, dict) and fp16.get("enabled")):
-            raise CompressionError(
-                f'{NAME}.dtype: "fp16" needs "fp16": {{"enabled": true}} in ds_config to train all '
-                'parameters; or choose "bf16", "fp32" or "lora"'
-            )
-        return config
+        raise CompressionError(
+            f'{NAME}.dtype: "fp16" needs "fp16": {{"enabled": true}} in ds_config to train all '
+            'parameters; or choose "bf16", "fp32" or "lora"'
+        )
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}} | config
     if zero_stage(config) == 1:  # without ZeRO, DeepSpeed can only add up micro-batches in bf16
         defaults = {"data_types": {"grad_accum_dtype": "fp32"}, "zero_allow_untested_optimizer": True}

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -106,3 +107,23 @@ def test_a_resumed_run_and_a_merged_model_have_the_same_weights(bf16_run, tmp_pa
     for found in (again[0] | again[1], merged):
         assert found.keys() == weights.keys()
         assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+def train_in_fp16(path):
+    """Perplexity of this rank's run, before and after."""
+    get_accelerator().is_fp16_supported = lambda: True  # it computes, if slowly
+    run = FinetuneRun(read_settings(path))
+    before = run.perplexity()
+    run.train()
+    return before, run.perplexity()
+
+
+@pytest.mark.parametrize("dtype", ["fp16", None])
+def test_weights_in_fp16_are_learned(tmp_path, dtype):
+    """Without ZeRO, DeepSpeed divides gradients by a loss scale with which it has not multiplied the loss."""
+    config = {**finetuning.DS_CONFIG, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+    config["fp16"] = {"enabled": True, "initial_scale_power": 12}
+    sizes = {"steps": 12, "save_every": 0, "eval_sequences": 4, "stages": 1}
+    path = prepare(tmp_path, dtype=dtype, lora=None, ds_config=config, **sizes)
+    ((before, after),) = run_ranks(1, train_in_fp16, path)
+    assert after < 0.8 * before
