@@ -47,8 +47,9 @@ def read_records(source: str, data: Data) -> Iterable[dict[str, Any]]:
             return load_dataset(LOADERS[path.suffix], data_files=str(path), split="train")
         return load_dataset(source, split=data.split)
     except Exception as error:  # each reader, and the network, has its own
+        reason = in_one_line(error.__cause__ or error)  # an error of `datasets` names none
         raise CompressionError(
-            f"data: {shown(source)} cannot be read: {in_one_line(error)}; should be a file ending in "
+            f"data: {shown(source)} cannot be read: {reason}; should be a file ending in "
             f"{', '.join(LOADERS)}, or the name of a data set"
         ) from None
 

@@ -195,7 +195,8 @@ def test_files_of_records_are_read(tmp_path, kind):
     ("name", "text", "expected"),
     [
         ("missing.jsonl", None, "missing.jsonl' cannot be read: "),
-        ("damaged.jsonl", "{", "damaged.jsonl' cannot be read: "),
+        # it was DatasetGenerationError: An error occurred while generating the dataset
+        ("damaged.jsonl", "{}\n{", "damaged.jsonl' cannot be read: ArrowInvalid: JSON parse error: "),
         ("latin.txt", b"a caf\xe9", "latin.txt' cannot be read: UnicodeDecodeError: 'utf-8' codec"),
         ("latin.jsonl", b'{"text": "a caf\xe9"}', "latin.jsonl cannot be read: UnicodeDecodeError: 'utf-8'"),
         ("short.txt", "the cat", "data: too little text: no train sequence of 32 tokens; give more text"),
