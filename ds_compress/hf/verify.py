@@ -184,6 +184,9 @@ MAXIMA = {
     "num_local_experts": 4,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
 }
 """The largest value of a key in a tiny config."""
 

@@ -141,6 +141,18 @@ def test_an_embedding_to_adapt_is_named():
     assert refused(config("Llama"), lora=LoraConfig(target_modules=["q_proj", "embed_tokens"])) == said
 
 
+def test_experts_in_groups_are_checked():
+    """DeepSeek-V3 was checked without experts, which follow three dense layers; V2, with one, was refused."""
+    given = config("DeepSeek-V3")
+    for key, value in {"n_routed_experts": 64, "n_group": 8, "topk_group": 3, "num_hidden_layers": 6}.items():
+        setattr(given, key, value)
+    for dense in (1, 3):
+        given.first_k_dense_replace = dense
+        tiny = transformers.AutoModelForCausalLM.from_config(make_tiny_config(given))
+        assert any(".experts." in name for name, _ in tiny.named_parameters())
+        verify_parts(given, False)
+
+
 def llama4():
     """Its router is a linear layer that returns two tensors."""
     own = {"intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 64}
