@@ -48,6 +48,7 @@ def test_list_json(capsys):
         assert entry["summary"].endswith(".")
 
 
+@pytest.mark.extended
 def test_list_as_a_module_without_docstrings(capsys):
     """`python -OO` throws them away, and `list` ended in IndexError: list index out of range.
 
@@ -60,6 +61,7 @@ def test_list_as_a_module_without_docstrings(capsys):
     assert '"summary": "Keeps the entries of largest' in usual and "deepspeed.comm" not in done.stderr
 
 
+@pytest.mark.extended
 def test_output_may_be_cut_off():
     """`ds-compress list | head` said: [Errno 32] Broken pipe."""
     command = f"{sys.executable} -m ds_compress list --json | true"

@@ -182,6 +182,7 @@ def ranks(count, world, *more, first=0, address="127.0.0.1", python=interpreter,
         return [(*process.communicate(), process.returncode) for process in processes]
 
 
+@pytest.mark.extended
 def test_links_between_replicas_under_a_launcher():
     """Two replicas of three stages; rank 0 tells. Ranks 2 apart are neighbouring stages in DeepSpeed's own
     order, which were not measured, and ranks 3 apart replicas that stand in a row."""
@@ -195,6 +196,7 @@ def test_links_between_replicas_under_a_launcher():
     assert code == 2 and "--replicas: 2 is not allowed: should divide the 1 processes" in message
 
 
+@pytest.mark.extended
 def test_a_rank_that_does_not_come_is_named():
     """On a busy machine rank 1 may come as late as that."""
     (out, message, code), *_ = ranks(2, 3, "--timeout", "5")

@@ -83,6 +83,7 @@ def test_shifts_belong_to_the_declared_size(codec):
 @EACH_TARGET
 @DTYPES
 @pytest.mark.parametrize("dither", [None, 7], ids=["nearest", "dither"])
+@pytest.mark.extended(keep=1)
 def test_both_backends_shift_alike(target, dtype, dither):
     """Rows begin and end within the parts that C++ reads at a time."""
     x = rows(97, 77) * torch.exp2(torch.randint(-12, 12, (97, 1)).float())

@@ -101,6 +101,7 @@ def lines_of(results, capfd):
 @pytest.mark.parametrize("link", ["eager", "blocking"])
 @pytest.mark.parametrize("when", ["train", "eval"])
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.extended(keep=2)
 def test_every_rank_names_a_tensor_that_was_not_announced(change, when, link, block, capfd):
     """The receiver waited for its packet for `link.timeout_s`, then said that the sender did not answer.
 
@@ -154,7 +155,7 @@ def leave(which, how, stages, blocks):
     "how, which, stages",
     [("data", 0, 2), ("data", 1, 2), ("data", 2, 3), ("backward", 1, 2), ("backward", 0, 3)],
 )
-@pytest.mark.extended(keep=1)
+@pytest.mark.extended
 def test_every_rank_names_one_that_left_a_batch(how, which, stages, capfd):
     """With caught errors the others waited, and blamed the rank for not answering; with others they said that
     a connection was closed."""

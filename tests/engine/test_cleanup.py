@@ -70,7 +70,7 @@ def growths(drop, staged):
 
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
 @pytest.mark.parametrize("drop", [True, False], ids=["dropped", "replaced"])
-@pytest.mark.extended(keep=1)
+@pytest.mark.extended
 def test_nothing_is_left_of_an_engine(drop, staged):
     """Once every engine left its channels' process groups behind: 10 files and 6 threads with two stages."""
     for stock, ours in run_ranks(STAGES, growths, drop, staged):

@@ -118,7 +118,7 @@ def test_none_is_bit_equal_to_stock_whatever_it_is_called():
 
 
 @pytest.mark.parametrize("name", COURSES)
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended(keep=1)
 def test_resuming_goes_on_with_what_was_adopted(name, tmp_path):
     """From after the last but one change, whose block a resumed run does not have."""
     config = pipeline.ds_config(block(name))

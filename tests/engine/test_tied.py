@@ -106,7 +106,7 @@ def copies(result):
 
 
 @pytest.mark.parametrize("kind, specs, replicas", CASES)
-@pytest.mark.extended(keep=3)
+@pytest.mark.extended(keep=1)
 def test_none_is_deepspeeds_all_reduce(kind, specs, replicas):
     """I1. Also in the warm-up, in which nothing is compressed yet."""
     settings = {**KINDS[kind], "replicas": replicas}
@@ -118,7 +118,7 @@ def test_none_is_deepspeeds_all_reduce(kind, specs, replicas):
 
 
 @pytest.mark.parametrize("kind, specs, replicas", CASES)
-@pytest.mark.extended(keep=4)
+@pytest.mark.extended(keep=2)
 def test_copies_stay_equal_and_learn_the_same(kind, specs, replicas):
     settings = {**KINDS[kind], "replicas": replicas, "gradient_clipping": 1.0}
     stock = run(specs, ds_config(**settings), replicas)

@@ -145,6 +145,7 @@ def fill_disk(path, size, before_start):
     ],
     ids=["data", "settings", "checkpoint", "checkpoint of DeepSpeed alone"],
 )
+@pytest.mark.extended(keep=1)
 def test_a_full_disk_of_one_machine_is_said_on_every_rank(tmp_path, block, size, before_start, expected):
     """That rank ended with a traceback of NumPy or torch, the others with one of gloo."""
     config = {**DS_CONFIG, "ds_compress": block} if block else DS_CONFIG

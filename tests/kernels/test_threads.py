@@ -150,6 +150,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 5)
     return float(subprocess.check_output([sys.executable, "-c", code], env=environment, text=True))
 
 
+@pytest.mark.extended
 def test_freed_memory_is_kept_where_there_is_enough():
     """Gaps between the blocks of a heap took 7 GB with messages of 256 MiB: a rank was killed where DeepSpeed
     alone needed 4.6 GB."""

@@ -71,6 +71,7 @@ def test_a_far_link_delays_every_packet_and_loses_none(rate, tmp_path):
 
 @HAS_HOSTS
 @HAS_TUN
+@pytest.mark.extended
 def test_a_link_that_loses_packets_sends_them_again(tmp_path):
     found, (sent, _) = pinged(tmp_path, LOSS="5", JITTER_MS="3")
     assert found["same"]

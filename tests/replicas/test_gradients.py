@@ -57,7 +57,7 @@ def difference(results, others):
 @pytest.mark.parametrize("specs", SPECS)
 @pytest.mark.parametrize("feedback", ["none", "ef", "loco", "ef_mixed"])
 @pytest.mark.parametrize(("stages", "replicas"), [(1, 2), (1, 3), (2, 2), (2, 3)])
-@pytest.mark.extended(keep=4)
+@pytest.mark.extended(keep=2)
 def test_replicas_stay_alike(kind, specs, feedback, stages, replicas):
     """I1, with clipping: its factor comes from the compressed gradients, on each replica by itself."""
     config = ds_config(None, replicas=replicas, gradient_clipping=0.1, **KINDS[kind])

@@ -155,6 +155,7 @@ def failing(how, number):
     "how, said",
     [("dies", "is gone: "), ("is silent", "did not answer within 2 s (ds_compress.link.timeout_s)")],
 )
+@pytest.mark.extended(keep=1)
 def test_a_replica_that_sends_no_more_is_named(how, said, number):
     """Rank 0 waits for it first; rank 2 for rank 0, which may be late on a busy machine, or gone by then."""
     told, *_ = run_ranks(3, failing, how, number, check=False)

@@ -219,7 +219,7 @@ def test_a_resumed_run_goes_on_with_what_was_chosen(tmp_path):
 
 
 @pytest.mark.parametrize("warmup", [0, 5])
-@pytest.mark.extended(keep=1)
+@pytest.mark.extended
 def test_a_run_resumed_before_the_choice_makes_it_when_it_would_have_anyway(warmup, tmp_path):
     """It counted three steps from where it was resumed, whatever had been done before."""
     config, says = ds_config(block(warmup_steps=warmup)), dict.fromkeys((0, 1), knows("quantize 6"))

@@ -129,6 +129,7 @@ def trained(stages, block, best, folder=None, steps=4):
     "stages, ranks, best, chosen, tried",
     [(2, 4, 1, 1, [1, 4, 16]), (2, 4, 4.2, 4, [1, 4, 16, 64]), (3, 3, 40, 64, [1, 4, 16, 64])],
 )
+@pytest.mark.extended(keep=1)
 def test_ranks_choose_alike_and_none_equals_stock(stages, ranks, best, chosen, tried, tmp_path):
     stock = run_ranks(ranks, train, stages, ds_config(replicas=ranks // stages))
     ours = run_ranks(ranks, trained, stages, AUTO, best, str(tmp_path))

@@ -39,7 +39,7 @@ SLOW = [
 
 
 @pytest.mark.parametrize("fault, at, mode, depth", [*FAST, *SLOW])
-@pytest.mark.extended(keep=3)
+@pytest.mark.extended(keep=1)
 def test_living_ranks_stop(fault, at, mode, depth):
     """Once those that stood in a collective of DeepSpeed stood there for its 30 minutes."""
     if not FAULTS[fault].possible:

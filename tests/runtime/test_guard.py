@@ -103,7 +103,7 @@ SETTINGS = {
     ],
     ids=[*SETTINGS, "noisy layers", "bf16"],
 )
-@pytest.mark.extended(keep=4)
+@pytest.mark.extended(keep=2)
 def test_training_goes_on_as_without_it(name, specs, changes):
     configs = [pipeline.ds_config(block(*SETTINGS[name], every=every), **changes) for every in (1, 0)]
     guarded, plain = (run_ranks(2, trained, 2, config, 3, specs) for config in configs)
@@ -116,6 +116,7 @@ def test_training_goes_on_as_without_it(name, specs, changes):
 
 
 @pytest.mark.parametrize("stages, replicas, link", [(3, 1, {"depth": 2}), (2, 2, {"mode": "blocking"})])
+@pytest.mark.extended(keep=1)
 def test_every_layout_of_ranks(stages, replicas, link):
     blocks = [{**block(COARSE, REUSE, every=every), "link": link} for every in (2, 0)]
     configs = [pipeline.ds_config(each, replicas=replicas) for each in blocks]
@@ -177,6 +178,7 @@ BOTH_WAYS = {
 
 
 @pytest.mark.parametrize("codec, why", BOTH_WAYS.values(), ids=BOTH_WAYS)
+@pytest.mark.extended(keep=2)
 def test_harm_in_both_directions_ends_a_run(codec, why):
     """TopK had cost 10 % of the loss by step 30 and went on: loss, activations and gradients are each within
     their limits at the first check. So did 2 bits."""

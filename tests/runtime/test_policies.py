@@ -85,6 +85,7 @@ def test_resuming_goes_on_exactly_and_evaluation_does_not_disturb(link, saved):
 
 
 @pytest.mark.parametrize("left", ["nothing", "a file of another step"])
+@pytest.mark.extended(keep=1)
 def test_a_rank_without_a_file_has_the_settings_of_the_others(left, saved, tmp_path):
     """A new replica has no file: its residuals start from zero, and a line says so. If an earlier run with
     more replicas had left a file under the same tag, all ranks started with the settings of the block."""
@@ -150,6 +151,7 @@ def lie():
     PolicyController._gather = gather
 
 
+@pytest.mark.extended
 def test_signals_that_differ_cannot_make_the_ends_disagree():
     """3 stages, 2 replicas; a packet of another size or fingerprint than expected would end the run."""
     config = ds_config(block({**ACCORDION, "every": 1, "threshold": 0.6}), replicas=2)

@@ -78,6 +78,7 @@ def in_step(ranks):
 
 
 @pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.extended(keep=1)
 def test_a_healthy_run_is_left_alone(name):
     checked = run_ranks(2, train, 2, config(name))
     plain = run_ranks(2, train, 2, config(name, every=0))
@@ -94,7 +95,7 @@ def test_a_healthy_run_is_left_alone(name):
         ("aqsgd", "forward", 1),
     ],
 )
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended(keep=1)
 def test_a_flipped_bit_is_found_and_both_sides_start_anew(name, direction, at):
     """Unnoticed, the two sides never came together again."""
     damage = (at, EVERY + 2, direction)

@@ -199,6 +199,7 @@ def train_until_told(launch, stages, config):
     return anchors
 
 
+@pytest.mark.extended
 def test_one_of_three_is_killed_and_comes_back(store):
     """The others never stop, and whoever is at the same position has the same anchor."""
     config = ds_config(block(every=2, delay=2, grace_s=3))

@@ -107,6 +107,7 @@ def test_a_packet_that_is_not_the_one_expected_is_refused(harm):
 
 
 @pytest.mark.parametrize(("lr", "momentum"), [(1.0, 0.7), (0.7, 0.9)])
+@pytest.mark.extended(keep=1)
 def test_an_anchor_is_the_same_on_every_processor(lr, momentum):
     """Some fuse a product with the sum: after 300 rounds 70 % of the values differed."""
     script = f"""

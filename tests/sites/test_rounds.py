@@ -493,6 +493,7 @@ def test_an_anchor_that_makes_progress_is_not_given_up(store, is_lost, clock, mo
     assert not [key for key in store.list_keys() if "/anchor/" in key]
 
 
+@pytest.mark.extended
 def test_many_joins_leave_neither_keys_nor_calls(store, monkeypatch):
     """After 1,000 joins a round had 1,020 calls of the store, and small keys were never deleted."""
     first, second = Launch(store), Launch(store)

@@ -39,6 +39,7 @@ def in_a_chain(number):
 
 
 @pytest.mark.parametrize("at_once", [1, AT_ONCE])
+@pytest.mark.extended(keep=1)
 def test_no_rank_of_a_chain_waits_for_another_for_ever(at_once, monkeypatch):
     monkeypatch.setattr(connections, "AT_ONCE", at_once)
     ranks = run_ranks(5, in_a_chain, 6)
@@ -76,6 +77,7 @@ def left_alone(seconds):
     return str(refused.value), is_connection_lost(refused.value), len(tried)
 
 
+@pytest.mark.extended
 def test_one_that_waits_for_nobody_is_told_once_the_time_has_run_out():
     """A pool of threads took the next ones, and waited for these, too: twice the time."""
     (said, is_lost, tried), _ = run_ranks(2, left_alone, 5)

@@ -138,6 +138,7 @@ LONG = pytest.param(10_000, 1, False, marks=pytest.mark.extended)
 
 
 @pytest.mark.parametrize("count, depth, staged", [LONG, (2_000, 4, False), (500, 1, True)])
+@pytest.mark.extended(keep=1)
 def test_parts_that_arrive_in_any_order_are_put_together(count, depth, staged, monkeypatch):
     """In host memory, too, where the device's cannot be sent."""
     monkeypatch.setattr(parts, "WHOLE", 64)
@@ -196,6 +197,7 @@ def failing(how, number, staged, folder):
 @pytest.mark.parametrize(
     "how, said", [("cut", "is gone: "), ("dies", "is gone: "), ("stops", "did not answer within 2 s")]
 )
+@pytest.mark.extended(keep=1)
 def test_a_part_that_never_comes_is_named(how, said, number, staged, tmp_path):
     ended = run_ranks(2, failing, how, number, staged, tmp_path, check=False)
     message = tmp_path / "message"

@@ -46,7 +46,7 @@ def train(folder, stages, block, **device_options):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended(keep=1)
 def test_work_is_in_order(recipe, tmp_path):
     plain = run_ranks(3, functools.partial(train, str(tmp_path / "plain"), 3, RECIPES[recipe]))
     for staged in (False, True) if recipe in STAGED else (False,):
@@ -68,6 +68,7 @@ def test_work_is_in_order(recipe, tmp_path):
         ("host", True, "isend does not wait for .* of lane"),
     ],
 )
+@pytest.mark.extended(keep=1)
 def test_what_is_left_out_is_found(deaf, staged, problem, tmp_path):
     run = functools.partial(train, str(tmp_path), 2, TOPK, staged=staged, deaf=(deaf,))
     (_, first), (_, last) = run_ranks(2, run)
