@@ -76,11 +76,9 @@ class CodecPair:
         """
         self.device = device
         self._choices = setting, backward
-        self._codec = build(setting)
-        partner = self._codec.forward_partner() if isinstance(self._codec, ReusesForwardIndices) else None
-        forward = partner or self._codec
-        back = self._codec if partner or backward is None else build(backward)
-        self.codecs = forward, back.paired_with(forward) if isinstance(back, ReusesForwardIndices) else back
+        self._codec, self.codecs = _built(setting, backward)
+        _, self.neighbours = _built(setting, backward)
+        """The codecs of the other side, which is another process in training."""
 
     def rebuilt(self) -> "CodecPair":
         """Return the same with codecs of its own."""
@@ -111,6 +109,15 @@ class CodecPair:
         return BoundarySides(self).exchange(activation, gradient, **place)
 
 
+def _built(setting: object, backward: object) -> tuple[Codec, tuple[Codec, Codec]]:
+    """Return the codec of `setting`, and the two of a boundary that follow from it."""
+    codec = build(setting)
+    partner = codec.forward_partner() if isinstance(codec, ReusesForwardIndices) else None
+    forward = partner or codec
+    back = codec if partner or backward is None else build(backward)
+    return codec, (forward, back.paired_with(forward) if isinstance(back, ReusesForwardIndices) else back)
+
+
 class BoundarySides:
     """The two sides of a boundary, with their memories; what passes between them is bytes."""
 
@@ -121,29 +128,29 @@ class BoundarySides:
 
     def exchange(self, activation: Tensor, gradient: Tensor, **place: Any) -> tuple[Tensor, Tensor]:
         """Send `activation` forward and `gradient` of the same micro-batch back; what arrives."""
-        forward, backward = self._pair.codecs
         stashes: tuple[dict[str, Any], dict[str, Any]] = {}, {}
-        left, right = zip(stashes, self._memories)
+        left, right = zip((self._pair.codecs, self._pair.neighbours), stashes, self._memories)
         return (
-            self._send(forward, activation, left, right, {**place, "direction": "forward"}),
-            self._send(backward, gradient, right, left, {**place, "direction": "backward"}),
+            self._send(activation, left, right, {**place, "direction": "forward"}),
+            self._send(gradient, right, left, {**place, "direction": "backward"}),
         )
 
-    def _send(self, codec: Codec, x: Tensor, source: Any, target: Any, place: dict[str, Any]) -> Tensor:
+    def _send(self, x: Tensor, source: Any, target: Any, place: dict[str, Any]) -> Tensor:
+        codec, receiving = (side[0][place["direction"] == "backward"] for side in (source, target))
         spec, before = TensorSpec.of(x), x.clone()
         expect = functools.partial(self._pair.expect, spec=spec)
-        sender = Context(**place, stash=source[0], memory=source[1])
-        receiver = Context(**place, stash=target[0], memory=target[1])
-        with_sender = Context(**place, stash=dict(target[0]), memory=dict(target[1]))
+        sender = Context(**place, stash=source[1], memory=source[2])
+        receiver = Context(**place, stash=target[1], memory=target[2])
+        with_sender = Context(**place, stash=dict(target[1]), memory=dict(target[2]))
         values = [(value, value.clone()) for memory in self._memories for value in memory.values()]
 
         parts = self._called("encode", spec, codec.encode, x, sender)
-        self._check_layout(codec, parts, spec)
+        self._check_layout(receiving, parts, spec)
         expect(equal_values(x, before), "encode modifies its input")
         packet, views = _packed(parts, x.device)
         self.packets.append(packet.clone())
 
-        arrived = self._called("decode", spec, codec.decode, views, spec, receiver)
+        arrived = self._called("decode", spec, receiving.decode, views, spec, receiver)
         result = TensorSpec.of(arrived)
         expect(result == spec, f"decode returns {result} on {result.device}")
         expect(torch.equal(packet, self.packets[-1]), "decode modifies its parts")

@@ -96,6 +96,17 @@ class KeepsViewInside(Honest):
         return parts[0].to(spec.dtype)
 
 
+class Stateful(Honest):
+    """The scale stays in the codec, of which each rank has one."""
+
+    def encode(self, x, ctx):
+        self.scale = x.abs().amax() if x.numel() else 1.0
+        return super().encode(x, ctx)
+
+    def decode(self, parts, spec, ctx):
+        return super().decode(parts, spec, ctx) * (self.scale / self.scale)
+
+
 class Attributes(Honest):
     """What it needs travels beside the bytes, which only works in one process."""
 
@@ -135,6 +146,7 @@ BROKEN = {
     KeepsViewInside: "keeps a view of the packet, whose memory is used again, at float32 []",
     WritesMemory: "modifies an entry of ctx.memory instead of replacing it, at float32 [3, 5]",
     StridedMemory: "leaves an entry in ctx.memory that is not contiguous, at float32 []",
+    Stateful: "decode raised AttributeError: 'Stateful' object has no attribute 'scale', at float32 []",
     Attributes: "decode raised AttributeError: 'Tensor' object has no attribute 'dtype_sent', at float32 []",
 }
 
