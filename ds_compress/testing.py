@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ds_compress.codec import CODECS, Codec, Context, Layout, TensorSpec, build
+from ds_compress.codec import CODECS, Codec, Context, Layout, TensorSpec, build, fill
 from ds_compress.codecs.message_error import measure_error
 from ds_compress.codecs.mixins import ReusesForwardIndices, VariableSizePayload
 from ds_compress.codecs.shapes import matrix_shape
@@ -142,11 +142,19 @@ class BoundarySides:
         sender = Context(**place, stash=source[1], memory=source[2])
         receiver = Context(**place, stash=target[1], memory=target[2])
         with_sender = Context(**place, stash=dict(target[1]), memory=dict(target[2]))
+        with_out = Context(**place, stash=dict(source[1]), memory=dict(source[2]))
         values = [(value, value.clone()) for memory in self._memories for value in memory.values()]
 
         parts = self._called("encode", spec, codec.encode, x, sender)
         self._check_layout(receiving, parts, spec)
         expect(equal_values(x, before), "encode modifies its input")
+        if codec.supports_out:
+            packet, out = _packed(parts[: len(codec.layout(spec))], x.device)
+            packet.fill_(GARBAGE)
+            made = self._called("encode", spec, codec.encode_into, x, with_out, out)
+            fill(out, made[: len(out)])
+            written = all(map(equal_values, parts, out + made[len(out) :]))
+            expect(written, "encode writes something else to `out` than it returns without it")
         packet, views = _packed(parts, x.device)
         self.packets.append(packet.clone())
 

@@ -107,6 +107,16 @@ class Stateful(Honest):
         return super().decode(parts, spec, ctx) * (self.scale / self.scale)
 
 
+class ForgetsOut(Honest):
+    """Writes all but the first value to the packet, which holds those of an earlier message."""
+
+    def encode(self, x, ctx, out=None):
+        if not out:
+            return super().encode(x, ctx)
+        out[0].view(-1)[1:] = x.reshape(-1)[1:]
+        return out
+
+
 class Attributes(Honest):
     """What it needs travels beside the bytes, which only works in one process."""
 
@@ -147,6 +157,7 @@ BROKEN = {
     WritesMemory: "modifies an entry of ctx.memory instead of replacing it, at float32 [3, 5]",
     StridedMemory: "leaves an entry in ctx.memory that is not contiguous, at float32 []",
     Stateful: "decode raised AttributeError: 'Stateful' object has no attribute 'scale', at float32 []",
+    ForgetsOut: "encode writes something else to `out` than it returns without it, at float32 []",
     Attributes: "decode raised AttributeError: 'Tensor' object has no attribute 'dtype_sent', at float32 []",
 }
 
