@@ -351,6 +351,16 @@ def check_zero_rows(pair: CodecPair) -> None:
             pair.expect(not made.any(), "makes something of a row of zeros", spec)
 
 
+def check_kept_zeros(pair: CodecPair) -> None:
+    """Check that each 0 arrives as 0, for codecs that say so: between replicas nothing else says it for
+    them."""
+    for spec in pair.specs((*ORDINARY, (1000,)), DTYPES[:3]):
+        sent = normal(spec).relu(), normal(spec, seed=1).relu()
+        for codec, x, arrived in zip(pair.codecs, sent, pair.exchange(*sent)):
+            keeps = not arrived[x == 0].any() or not codec.keeps_zeros
+            pair.expect(keeps, "says it keeps zeros, and makes something of one", spec)
+
+
 def check_small_rows(pair: CodecPair) -> None:
     """Check that no row that is not zero arrives as zeros, for codecs that say so."""
     for spec in pair.specs(ORDINARY[:1], DTYPES[:2]):
@@ -447,6 +457,7 @@ CHECKS: tuple[Callable[[CodecPair], None], ...] = (
     check_memory_order,
     check_zeros,
     check_zero_rows,
+    check_kept_zeros,
     check_small_rows,
     check_non_finite,
     check_scale,

@@ -76,6 +76,9 @@ SpillsIntoRows = arrives(lambda sent: sent.float() + sent.float().sum() / 2**20)
 LosesRows = arrives(
     lambda sent: sent * (sent.abs() > sent.abs().sum() / 2**60), keeps_rows=lambda self, spec: True
 )
+FillsZeros = arrives(
+    lambda sent: torch.where(sent == 0, sent.abs().sum(-1, keepdim=True) / 2**20, sent), keeps_zeros=True
+)
 AlwaysFloat = variant(decode=lambda self, parts, spec, ctx: parts[0].float())
 OneMore = variant(layout=lambda self, spec: (*Honest.layout(self, spec), ((), torch.float32)))
 Remembering = remembers(lambda memory, ones: memory.update(total=memory.get("total", ones) + 0))
@@ -148,6 +151,7 @@ BROKEN = {
     Absolute: "does not scale: C(2^-98 x) is not 2^-98 C(x), at float32 [2, 4, 256]",
     Shifted: "makes something of zeros, at float32 []",
     SpillsIntoRows: "makes something of a row of zeros, at float32 [2, 4, 256]",
+    FillsZeros: "says it keeps zeros, and makes something of one, at float32 [2, 4, 256]",
     LosesRows: "makes zeros of a row that is not zero, at float32 [2, 4, 256]",
     AlwaysFloat: "decode returns float32 [] on cpu, at bfloat16 []",
     Moody: "decodes the same parts to something else the second time, at float32 []",
