@@ -10,6 +10,7 @@ is an AssertionError of one line. Only torch is used.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -125,6 +126,7 @@ class BoundarySides:
         self._pair = pair
         self._memories: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
         self.packets: list[Tensor] = []
+        self._arrived: list[Tensor] = []
 
     def exchange(self, activation: Tensor, gradient: Tensor, **place: Any) -> tuple[Tensor, Tensor]:
         """Send `activation` forward and `gradient` of the same micro-batch back; what arrives."""
@@ -143,6 +145,7 @@ class BoundarySides:
         receiver = Context(**place, stash=target[1], memory=target[2])
         with_sender = Context(**place, stash=dict(target[1]), memory=dict(target[2]))
         with_out = Context(**place, stash=dict(source[1]), memory=dict(source[2]))
+        generator = torch.get_rng_state()
         values = [(value, value.clone()) for memory in self._memories for value in memory.values()]
 
         parts = self._called("encode", spec, codec.encode, x, sender)
@@ -161,9 +164,14 @@ class BoundarySides:
         arrived = self._called("decode", spec, receiving.decode, views, spec, receiver)
         result = TensorSpec.of(arrived)
         expect(result == spec, f"decode returns {result} on {result.device}")
+        own = not any(_shares(arrived, earlier) for earlier in self._arrived)
+        expect(own, "decodes to the memory of an earlier message, which belongs to the caller")
+        self._arrived.append(arrived)
         expect(torch.equal(packet, self.packets[-1]), "decode modifies its parts")
         again = self._called("decode", spec, codec.decode, views, spec, with_sender)
         expect(equal_values(arrived, again), "decodes the same parts to something else the second time")
+        same = torch.equal(torch.get_rng_state(), generator)
+        expect(same, "uses torch's own generator, which training draws from; see ctx.generator")
         for kept in _tensors([receiver.stash, receiver.memory]):
             expect(not _shares(kept, packet), "keeps a view of the packet, whose memory is used again")
         for old, copy in values:
@@ -263,9 +271,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(vars(value))
 
 
-def _shares(tensor: Tensor, packet: Tensor) -> bool:
-    start = packet.data_ptr()
-    return tensor.numel() > 0 and start <= tensor.data_ptr() < start + packet.numel()
+def _shares(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors with elements lie in one memory."""
+    return 0 != a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def check_shapes_and_dtypes(pair: CodecPair) -> None:
@@ -380,9 +388,10 @@ def check_non_finite(pair: CodecPair) -> None:
     """Check that inf or nan in a tensor makes what arrives not finite, so that loss scaling sees it."""
     for spec in (*pair.specs(((1,), (3, 5), (2, 3, 256)), DTYPES), *pair.specs([LONG], DTYPES[:2])):
         ordinary = normal(spec)
-        for value in (math.inf, -math.inf, math.nan):
+        places = sorted({spec.numel // 2, spec.numel - 1})  # the last one may be of a part of a group
+        for value, place in itertools.product((math.inf, -math.inf, math.nan), places):
             bad = ordinary.clone()
-            bad.view(-1)[spec.numel // 2] = value
+            bad.view(-1)[place] = value
             there, _ = pair.exchange(bad, ordinary)
             _, back = pair.exchange(ordinary, bad)
             seen = not there.isfinite().all() and not back.isfinite().all()

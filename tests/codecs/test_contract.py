@@ -64,9 +64,13 @@ Random = sends(lambda x: x * (1 + torch.rand_like(x) / 1000))
 Counting = sends(lambda x: x * (1 + next(NUMBERS) / 1000))
 # a third is exact in the default dtype only
 Ambient = sends(lambda x: x.double() * (1 + 1e6 * (torch.tensor(1 / 3, device=x.device).double() - 1 / 3)))
+Seeds = sends(lambda x: [x, torch.manual_seed(1)][0])
 InPlace = sends(lambda x: x.mul_(1.001))
 Flattening = sends(lambda x: x.as_strided(x.shape, torch.empty(x.shape, device="cpu").stride()))
 HidesNan = sends(torch.nan_to_num)
+HidesTheLastNan = sends(
+    lambda x: torch.cat([x.flatten()[:2], x.flatten()[2:-1], x.flatten()[2:][-1:].nan_to_num()]).view(x.shape)
+)
 DataDependent = sends(lambda x: x[x != 0])
 DecodesInPlace = arrives(lambda sent: sent.mul_(1.25))
 Shifted = arrives(lambda sent: sent.float() + 1)
@@ -120,6 +124,15 @@ class ForgetsOut(Honest):
         return out
 
 
+class OneBuffer(Honest):
+    """Decodes every message to the same memory, while the program still holds those before."""
+
+    buffers = {}
+
+    def decode(self, parts, spec, ctx):
+        return self.buffers.setdefault(spec, torch.empty(spec.shape, dtype=spec.dtype)).copy_(parts[0])
+
+
 class Attributes(Honest):
     """What it needs travels beside the bytes, which only works in one process."""
 
@@ -141,7 +154,8 @@ BROKEN = {
     OneShape: "refuses, in encode, what it does not declare to refuse (only [2, 4, 256]), at float32 []",
     DeclaredOneShape: "refuses [2, 4, 256] in fp32, bf16 and fp16: only [3, 5]",
     Crashing: "encode raised RuntimeError: view size is not compatible",
-    Random: "sends other bytes for an equal message and context, at float32 [3, 5]",
+    Random: "uses torch's own generator, which training draws from; see ctx.generator, at float32 []",
+    Seeds: "uses torch's own generator, which training draws from; see ctx.generator, at float32 []",
     Counting: "sends other bytes for an equal message and context, at float32 [3, 5]",
     Ambient: "sends other bytes for an equal message and context, at float32 [3, 5]",
     InPlace: "encode modifies its input, at float32 []",
@@ -162,6 +176,8 @@ BROKEN = {
     StridedMemory: "leaves an entry in ctx.memory that is not contiguous, at float32 []",
     Stateful: "decode raised AttributeError: 'Stateful' object has no attribute 'scale', at float32 []",
     ForgetsOut: "encode writes something else to `out` than it returns without it, at float32 []",
+    OneBuffer: "decodes to the memory of an earlier message, which belongs to the caller, at float32 [",
+    HidesTheLastNan: "hides nan: all that it decodes is finite, at float32 [3, 5]",
     Attributes: "decode raised AttributeError: 'Tensor' object has no attribute 'dtype_sent', at float32 []",
 }
 
