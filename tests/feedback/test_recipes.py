@@ -117,6 +117,9 @@ def test_loco_starts_again():
     later = [pair(x, step=step, micro_batch=m) for step, m in ((1, 0), (2, 0), (3, 0), (4, 0))]
     assert torch.equal(later[-1], fresh) and not torch.equal(later[1], fresh)
     assert not torch.equal(pair(x, step=4, micro_batch=1), fresh)
+    pair = Pair(topk(0.1), {"name": "loco", "reset_every": 4, "scope": "micro_batch"})
+    sent = [pair(x, step=step, micro_batch=1) for step in range(5)]
+    assert torch.equal(sent[4], sent[0]), "with a buffer each, the others start again too"
 
 
 def test_gradients_return_at_the_entries_that_were_sent():

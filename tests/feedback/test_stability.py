@@ -141,6 +141,8 @@ def test_unsafe_pairs_are_refused_with_what_is_allowed(codec, feedback, directio
     assert line.startswith(start)
     assert "is no contraction" in line and "allowed: 'none', or a codec that is a contraction" in line
     assert line.endswith("or a decay below 1") == (feedback == "ef")
+    if feedback == "ef":
+        Config({direction: {"codec": codec, "feedback": {"name": "ef", "decay": 0.9}}})
 
 
 @pytest.mark.parametrize("decay, most", [(0.9, 9.0), (0.5, 1.0)])

@@ -50,7 +50,7 @@ def test_other_shapes_dtypes_and_kinds_get_their_own_layout():
     channel = boundary.forward
     x, now = torch.randn(4, 64), MessageId(2)
     layout = channel.layout_of([x], now)
-    kinds = [x[:2]], [x.half()], [x.to("meta")], [x, x]
+    kinds = [x.half()], [x.half().to("meta")], [x[:2]], [x, x]  # each like the one before but for one thing
     others = [channel.layout_of(kind, now) for kind in kinds]
     channel.uncompressed_tail = 1
     others.append(channel.layout_of([x, x], now))
@@ -90,8 +90,11 @@ def test_what_depends_on_parameters_changes_the_layout():
     assert boundary.forward.layout_of([x, x], now).exempt == ["not known to depend on parameters"] * 2
     boundary.dependence = True, False
     assert boundary.forward.layout_of([x, x], now).exempt == ["", MASK]
+    exempt = boundary.forward.layout_of([x, x, x], now).exempt
+    assert exempt == ["", MASK, "not known to depend on parameters"], "of one tensor more nothing is known"
     boundary.dependence = None
     assert all(boundary.forward.layout_of([x, x], now).exempt)
+    assert boundaries("bf16", min_numel=x.numel())[0].forward.layout_of([x], now).exempt == [""]
 
 
 def test_a_lone_mask_is_sent_uncompressed():
@@ -118,6 +121,9 @@ def test_both_packets_come_back_and_are_counted():
     assert torch.equal(receiver.forward.decode(packet, message, message_id, lambda nbytes: rest)[0], x)
     line = refusal(receiver.forward.decode, packet, message, message_id)
     assert line.startswith("boundary 2, forward: no packet follows, expected one of")
+    late = sender.forward.encode([x], sender.forward.message_id(1, 0)).extra
+    line = refusal(receiver.forward.decode, packet, message, message_id, lambda nbytes: late)
+    assert line.endswith("its step is 1, expected 0")
 
 
 @pytest.mark.parametrize("supports_out", [True, False])

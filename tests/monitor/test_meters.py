@@ -34,18 +34,18 @@ def transmit(channel, meter, step, micro_batch, x):
     end.transmit([x], channel.message_id(step, micro_batch))
 
 
-@pytest.mark.parametrize("bad, share", [(math.inf, 0.5), (math.nan, 0.5), (1.0, 0.0)])
+@pytest.mark.parametrize("bad, share", [(math.inf, 1 / 3), (math.nan, 1 / 3), (1.0, 0.0)])
 def test_messages_that_are_not_finite_are_counted(bad, share):
-    """Micro-batch 1 is bad."""
+    """Micro-batch 1 is bad, the last one empty."""
     good = torch.randn(64)
-    messages = [good, torch.cat([good[1:], torch.tensor([bad])])]
+    messages = [good, torch.cat([good[1:], torch.tensor([bad])]), good[:0]]
     for compared in (0, 1):
         boundary = Boundary(0, Config({"forward": {"codec": "bf16"}, "min_numel": 0}))
         meter = SendingMeter(HostClock(), {compared})
         for micro_batch, x in enumerate(messages):
             transmit(boundary.forward, meter, 0, micro_batch, x)
         values = meter.values()
-        assert values["nonfinite_share"] == share
+        assert values["nonfinite_share"] == pytest.approx(share) and not meter.failure
         if compared == 1 and share:
             assert all(math.isnan(values[each]) for each in ("relative_error", "token_error", "cosine"))
         else:
@@ -293,6 +293,8 @@ def test_what_says_nothing_is_unknown():
     x = torch.rand(6, 16)
     found.add([x], [x])
     assert found.value == 0, "of messages of another shape nothing is kept"
+    found.add([0 * x], [0 * x])
+    assert found.value == 0, "a micro-batch whose labels are all masked hides no other"
 
 
 def test_what_is_taken_where_no_gradients_are_at_hand():
