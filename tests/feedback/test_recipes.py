@@ -104,7 +104,7 @@ def test_warm_up_primes_ef21_and_leaves_ef_at_zero():
         assert not pair.sender and not pair.receiver
     pair = Pair(topk(0.1), "ef21")
     pair.observe(torch.randn(3, 20))
-    pair.observe(x)
+    pair.observe(4 * x, loss_scale=4.0)
     pair.observe(torch.full_like(x, torch.nan))
     assert torch.equal(pair.state(), x) and torch.equal(pair.state(pair.receiver), x)
     assert torch.equal(pair(x), x)
@@ -149,7 +149,7 @@ def test_gradients_return_at_the_entries_that_were_sent():
 
 
 def test_both_parts_of_ef_mixed_draw_entries_of_their_own():
-    pair = Pair({"name": "randomk", "density": 0.5}, "ef_mixed")
+    pair = Pair({"name": "randomk", "density": 0.5}, {"name": "ef_mixed", "split": 0.25})
     ctx = Context(memory={"forward/sender/ef_mixed": torch.randn(1, 400)})
     pair.codec.encode(torch.randn(1, 400), ctx)
     assert ctx.selection.count == 200 and 110 < len(ctx.selection.indices.unique()) < 200

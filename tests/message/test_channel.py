@@ -151,6 +151,8 @@ def test_a_message_header_and_context_share_their_fields():
     boundary.begin_step(loss_scale=256.0)
     ctx = boundary.context(message_id, position=1)
     assert shared.items() <= vars(ctx).items() and (ctx.position, ctx.seed, ctx.loss_scale) == (1, 9, 256.0)
+    ctx.memory["basis"] = torch.ones(1)
+    assert not boundary.memory[1], "evaluation leaves nothing"
     assert boundary.context(boundary.forward.message_id(5, 3), 1).loss_scale == 1.0
     assert all(issubclass(each, MessageId) for each in (Context, Header))
 
