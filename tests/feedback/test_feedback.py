@@ -80,7 +80,7 @@ def test_sums_beyond_fp16_saturate(feedback):
 @EACH_STATE
 def test_messages_of_another_shape(feedback, caplog):
     """Alternating shapes have a state each, as if each had a channel, or start anew with a warning."""
-    shapes = [(4, 6), (2, 6), (4, 6), (2, 6)]
+    shapes = [(4, 6), (2, 6), (4, 6), (2, 6), (6, 2)]
     torch.manual_seed(0)
     inputs = [torch.randn(shape) for shape in shapes]
     kept = Pair(topk(0.3), {"name": feedback, "on_new_shape": "keep"})
