@@ -83,6 +83,7 @@ def test_aqsgd_warm_up_evaluation_and_shapes(caplog):
     x = torch.randn(2, 8)
     pair = Pair(topk(0.25), AQ)
     pair.observe(x, sample_ids=ids(1, 2))
+    pair.observe(torch.full_like(x, torch.nan), sample_ids=ids(1, 2))  # an overflow
     assert torch.equal(pair(x, sample_ids=ids(1, 2)), x) and pair.dense == 0
     before = dict(pair.sender)
     assert torch.equal(pair(x, training=False), roundtrip(topk(0.25), x)) and pair.sender == before
