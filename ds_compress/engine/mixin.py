@@ -8,6 +8,7 @@ ds_compress sets on an engine is its `Session`.
 
 import contextlib
 import itertools
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -247,16 +248,25 @@ def _evaluate_both(
     items = None if data_iter is None else map(next, itertools.repeat(data_iter))
     once, again = (None, None) if items is None else itertools.tee(items)
     other: Mode = "compressed" if config.eval == "uncompressed" else "uncompressed"
-    monitored, losses = engine.monitor.enabled, dict[str, float]()
-    engine.module.eval()  # as DeepSpeed does, and leaves it
+    batch_fn, made, losses = engine.batch_fn, deque[Any](), dict[str, float]()
+
+    def keep(batch: Any) -> Any:
+        made.append(batch_fn(batch))
+        return made[-1]
+
+    monitored = engine.monitor.enabled
     try:
-        engine.monitor.enabled = False  # one value for DeepSpeed's own label
+        # it may take out of a batch what it returns, so it gets each once; and the data may draw random
+        # numbers, whose generators the second evaluation restores
+        engine.batch_fn = batch_fn and keep
+        loss = evaluate(once, **asked)
+        losses[config.eval] = loss.mean().item()
+        engine.batch_fn = batch_fn and (lambda _: made.popleft())
+        monitored, engine.monitor.enabled = engine.monitor.enabled, False  # one value for DeepSpeed's label
         with session.evaluation(other):
-            losses[other] = evaluate(once, **asked).mean().item()
+            losses[other] = evaluate(again, **asked).mean().item()
     finally:
-        engine.monitor.enabled = monitored
-    loss = evaluate(again, **asked)
-    losses[config.eval] = loss.mean().item()
+        engine.monitor.enabled, engine.batch_fn = monitored, batch_fn
     session.eval_losses = losses
     if engine.global_rank == 0:
         values = ", ".join(f"{losses[mode]:.4f} {mode}" for mode in EVAL_LOSS)

@@ -295,6 +295,27 @@ def test_both_losses_of_batches_that_are_arrays():
     assert run_ranks(2, evaluated_on_arrays, both) == run_ranks(2, evaluated_on_arrays, default)
 
 
+def evaluated_on_dictionaries(block):
+    """The loss of an evaluation whose `batch_fn` takes the tensors out of each batch, and of a step after it.
+
+    Data and `batch_fn` draw from torch's own generator.
+    """
+    engine = build(2, ds_config(block))
+    engine.set_batch_fn(lambda batch: (batch.pop("x") + torch.rand(1), batch.pop("target")))
+    data = ({"x": x, "target": x.sin()} for x in iter(lambda: torch.randn(4, 8, WIDTH), None))
+    torch.manual_seed(2)
+    return engine.eval_batch(data).item(), engine.train_batch(data).item()
+
+
+def test_both_losses_of_batches_that_batch_fn_empties():
+    """`batch_fn` got each batch twice, and failed where it takes out of a dictionary what it returns.
+
+    Random numbers that were drawn for the evaluation came again in the training after it.
+    """
+    default, both = ({**TENTH_BLOCK, "eval": how} for how in (Config(TENTH_BLOCK).eval, "both"))
+    assert run_ranks(2, evaluated_on_dictionaries, both) == run_ranks(2, evaluated_on_dictionaries, default)
+
+
 def asked_otherwise(block, options):
     engine = build(2, ds_config(block))
     batch = itertools.repeat(next(batches()))
