@@ -73,6 +73,7 @@ class ReplicaTraffic(GradientTraffic):
             ).items()
             if id(parameter) not in tied and not is_moe_param(parameter)
         }
+        self._compressed = compressed
         self._numbers = {id(parameter): number for number, parameter in compressed.items()}
         replicas = Replicas.over(connections, engine.stage_id)
         bucket_bytes = options.bucket_mb * 10**6
@@ -212,6 +213,10 @@ class ReplicaTraffic(GradientTraffic):
             return False
         scale = loss_scale(engine)
         later = [gradient for gradient in found if gradient.parameter not in sent]
+        for gradient in later:
+            if not self._compressed[gradient.parameter].requires_grad:  # no longer: zeros, and a residual
+                for each in self.exchange.slices.of(gradient):
+                    each.memory.clear()
         self.exchange.average(later, factor, scale, engine.global_steps)
         if others:
             summed = exact(others)

@@ -176,6 +176,30 @@ def test_a_skipped_step_leaves_residuals_as_they_were(feedback, kind):
             assert old.keys() == new.keys() and all(torch.equal(old[key], new[key]) for key in old)
 
 
+def frozen_later(config):
+    """How far a matrix moves in each of the steps before it is frozen, and after."""
+    fp16_on_cpu()
+    engine = build(1, config, wide_layers())
+    matrix = [p for p in engine.module.parameters() if p.dim() > 1][-1]
+    data = batches(engine.grid.get_data_parallel_id(), matrix.dtype, (8, WIDE))
+    moved = []
+    for step in range(4):
+        matrix.requires_grad_(step < 2)
+        before = matrix.detach().clone()
+        engine.train_batch(data)
+        moved.append((matrix.detach() - before).abs().max().item())
+    return moved[:2], moved[2:]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.extended(keep=1)
+def test_a_weight_that_is_frozen_in_training_stays_as_it_is(kind):
+    """In bf16 its buffer of gradients stays, with zeros in it, and replicas exchanged the residual there."""
+    config = ds_config(block(feedback="ef"), replicas=2, **KINDS[kind])
+    for trained, frozen in run_ranks(2, frozen_later, config):
+        assert all(trained) and not any(frozen)
+
+
 def test_residuals_of_a_checkpoint_survive_a_skipped_first_step():
     """They were lost: slices are made in that step, and had no residuals before it."""
     slices, gradient = Slices(2), Gradient(3, torch.zeros(30_000))
