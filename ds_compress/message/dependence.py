@@ -9,6 +9,9 @@ segment is one node for all that it returns. So every operation is observed whil
 outputs of an operation with a marked input are marked. Parameters are marked at first, and on later stages
 those received tensors that were marked where they came from.
 
+Kernels that torch does not see, as those of Triton, mark nothing. Where no tensor of a message is marked, the
+hidden state is the only float one, or the only one that autograd knows.
+
 A learned bias may hold a mask: its values are so large that nothing is left of the others in a group of a
 codec. Such a tensor is sent uncompressed, too.
 """
@@ -94,7 +97,11 @@ class DependencyTracker(TorchDispatchMode):
         floats = [tensor for tensor in tensors if tensor.dtype.is_floating_point]
         if known and len(known) == len(floats):
             return known
-        return tuple(self.depends_on_parameters(each) and not holds_mask(each) for each in floats)
+        marked = [self.depends_on_parameters(each) for each in floats]
+        if not any(marked):  # made by a kernel that torch does not see
+            marked = [each.grad_fn is not None or len(floats) == 1 for each in floats]
+            marked = [depends and sum(marked) == 1 for depends in marked]
+        return tuple(depends and not holds_mask(each) for depends, each in zip(marked, floats))
 
     def depends_on_parameters(self, tensor: Tensor) -> bool:
         """Return whether `tensor` is a parameter, or marked."""

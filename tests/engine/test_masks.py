@@ -93,6 +93,31 @@ class Lone(Block):
         return super().forward(x).requires_grad_(torch.is_grad_enabled())
 
 
+class Unseen(torch.autograd.Function):
+    """Copies its input, as a kernel of Triton does: without an operation of torch."""
+
+    @staticmethod
+    def forward(ctx, x):
+        made = torch.empty(x.shape)
+        made.numpy()[:] = x.detach().numpy()
+        return made
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class UnseenCausal(Causal):
+    def forward(self, inputs):
+        made = super().forward(inputs)
+        return Unseen.apply(made) if self.last else (Unseen.apply(made[0]), *made[1:])
+
+
+class UnseenBlock(Block):
+    def forward(self, x):
+        return Unseen.apply(super().forward(x))
+
+
 def trained(block, specs, stages, evaluate_first, **config):
     """Bytes of the first training step by boundary and direction, and the announcement, on rank 0."""
     engine = build(stages, ds_config(block, **config), specs)
@@ -133,6 +158,13 @@ def test_a_lone_tensor_is_compressed_though_nothing_of_it_is_trained():
     specs = [LayerSpec(layer) for layer in (Lone, Lone, Block, Block)]
     _, sent, _ = run_ranks(2, trained, block_of("bf16"), specs, 2, False)[0]
     assert sent == [2 * MICRO_BATCHES * (2 * HIDDEN + 32)]
+
+
+def test_a_hidden_state_from_a_kernel_that_torch_does_not_see():
+    """It was sent uncompressed, without a line."""
+    for specs, size in (([LayerSpec(UnseenBlock)] * 4, 2 * HIDDEN + 32), (UnseenCausal.layers(4), BYTES)):
+        _, sent, _ = run_ranks(2, trained, block_of("bf16"), specs, 2, False)[0]
+        assert sent == [2 * MICRO_BATCHES * size]
 
 
 def test_positions_may_be_named_all_the_same():
