@@ -228,12 +228,13 @@ def write_block(chosen: Sequence[Evaluation]) -> dict[str, Any]:
     """
     blocks = [own.candidate.block for own in chosen]
     general = max(blocks, key=blocks.count)
-    others = {
-        str(number): {key: {"feedback": "none", **own[key]} for key in DIRECTIONS}
-        for number, own in enumerate(blocks)
-        if own != general
-    }
+    others = {str(number): boundary_block(own) for number, own in enumerate(blocks) if own != general}
     return {**general, **({"boundaries": others} if others else {})}
+
+
+def boundary_block(block: dict[str, Any]) -> dict[str, Any]:
+    """Return the entry of "boundaries" that gives one boundary the settings of `block`."""
+    return {direction: {"feedback": "none", **block[direction]} for direction in DIRECTIONS}
 
 
 def rank(workload: Workload, networks: LinkSpeeds, recipes: Sequence[PipelineRecipe]) -> list[dict[str, Any]]:

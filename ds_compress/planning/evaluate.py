@@ -17,7 +17,6 @@ largest of three messages, and the mean of messages 20 to 40:
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ from ds_compress.config.policies import ChannelKey
 from ds_compress.message.channel import Boundary
 from ds_compress.message.clock import HostClock
 from ds_compress.message.gradient_error import GradientError
-from ds_compress.planning.choice import Candidate, EvaluatedMessage
+from ds_compress.planning.choice import Candidate, EvaluatedMessage, boundary_block
 
 REPEATS = 3
 """Messages that a candidate is evaluated on: of as many micro-batches, or of those that exist in turn."""
@@ -60,11 +59,6 @@ def is_informative(messages: Messages) -> bool:
     return not messages or numbers > useless
 
 
-def boundary_block(candidate: Candidate) -> dict[str, Any]:
-    """Return the entry of "boundaries" that gives one boundary the settings of `candidate`."""
-    return {direction: {"feedback": "none", **candidate.block[direction]} for direction in DIRECTIONS}
-
-
 def evaluate(
     boundary: Boundary, candidate: Candidate, pair: Sequence[ByMicroBatch], clock: HostClock, step: int = 0
 ) -> dict[str, EvaluatedMessage]:
@@ -82,7 +76,7 @@ def evaluate(
     """
     try:
         with torch.random.fork_rng([]), torch.no_grad():
-            block = {"boundaries": {str(boundary.number): boundary_block(candidate)}}
+            block = {"boundaries": {str(boundary.number): boundary_block(candidate.block)}}
             config = boundary.config.changed(block)
             ends = _separate_end(boundary, config), _separate_end(boundary, config)
             return measure_codecs(ends, pair, clock, step)

@@ -25,13 +25,14 @@ from ds_compress.planning.choice import (
     Candidate,
     EvaluatedMessage,
     Evaluation,
+    boundary_block,
     candidates_for,
     combine,
     pick_best,
     rank,
     uncompressed_recipe,
 )
-from ds_compress.planning.evaluate import REPEATS, UNKNOWN, Messages, boundary_block, evaluate, is_informative
+from ds_compress.planning.evaluate import REPEATS, UNKNOWN, Messages, evaluate, is_informative
 from ds_compress.planning.schedule import is_deepspeed_schedule
 from ds_compress.planning.step_time import Workload
 from ds_compress.runtime.depth import MEASURED, DepthController
@@ -210,10 +211,7 @@ def _evaluation(candidate: Candidate, before: Sequence[Row], after: Sequence[Row
 def _everywhere(block: dict[str, Any], boundaries: int) -> dict[str, Any]:
     """Return the key `boundaries` of a block that gives each boundary the settings of `block`."""
     own = block.get("boundaries", {})
-    return {
-        str(number): boundary_block(Candidate("", {**block, **own.get(str(number), {})}, False))
-        for number in range(boundaries)
-    }
+    return {str(n): boundary_block({**block, **own.get(str(n), {})}) for n in range(boundaries)}
 
 
 REPORT_HEADER = "step, ms", "speed-up", "depth", "forward", "backward", "settings (errors measured)"
