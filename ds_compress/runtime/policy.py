@@ -62,11 +62,6 @@ class GradientNorms(Observer):
         own, self._norms = self.state(), {}
         return [value for n in range(self._boundaries) for value in own.get(str(n), (0.0, 0.0))]
 
-    @staticmethod
-    def means(sums: Sequence[float]) -> list[float]:
-        """Return the mean norm of each boundary from the sums of what `take` returned."""
-        return [total / count if count else math.nan for total, count in zip(sums[::2], sums[1::2])]
-
     def state(self) -> dict[str, list[float]]:
         """Return what was measured since the last `take`, for a checkpoint; wait for the device."""
         return {str(number): noted.tolist() for number, noted in self._norms.items()}
@@ -191,5 +186,6 @@ class PolicyController(RuntimePart):
         lr = max(map(float, engine.get_lr()), default=0.0)
         own = torch.tensor([lr, *self._norms.take()], dtype=torch.float64, device=self._device)
         everywhere = [each.tolist() for each in self._all_gather(own)]
-        norms = self._norms.means([math.fsum(column) for column in zip(*everywhere)][1:])
+        _, *sums = (math.fsum(column) for column in zip(*everywhere))
+        norms = [total / count if count else math.nan for total, count in zip(sums[::2], sums[1::2])]
         return everywhere[0][0], {key: Signal(norms[key[0]]) for key in self._lengths}
