@@ -18,7 +18,6 @@ from ds_compress.cli.arguments import add_import, add_message, device, integer, 
 from ds_compress.cli.console import show
 from ds_compress.config import KEY
 from ds_compress.config.recipes import DEFAULT, LIMITS
-from ds_compress.errors import CompressionError
 from ds_compress.planning import choice
 from ds_compress.planning.depth import MAX_DEPTH
 from ds_compress.planning.step_time import LinkSpeed
@@ -131,11 +130,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     footprint = predict_run(args) if args.finetune else []
-    for option, value in (("--stages", args.stages), ("--micro-batches", args.micro_batches)):
-        if value is None:
-            raise CompressionError(f"{option}: missing; give it, or --finetune, whose train.json says it")
-    if args.stages < 2:
-        raise CompressionError(f"--stages: {args.stages} is not allowed: should be 2 or more")
     workload = workload_from(args)
     args.dtype = args.dtype or "fp32"
     files = read_recipe_files(args.recipe or ())

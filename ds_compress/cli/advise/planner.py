@@ -110,12 +110,15 @@ def workload_from(args: argparse.Namespace) -> Workload:
     Raises:
         CompressionError: an option is missing, or its numbers do not fit the stages.
     """
-    for option, value in (("--forward-ms", args.forward_ms), ("--shape", args.shape)):
-        if value is None:
+    measured = '; "recipe": "auto" measures it in a run'
+    for name, more in {"stages": "", "micro_batches": "", "forward_ms": measured, "shape": measured}.items():
+        if getattr(args, name) is None:
+            option = f"--{name.replace('_', '-')}"
             raise CompressionError(
-                f"{option}: missing; give it, or --finetune, whose train.json says it; "
-                '"recipe": "auto" measures it in a run'
+                f"{option}: missing; give it, or --finetune, whose train.json says it{more}"
             )
+    if args.stages < 2:
+        raise CompressionError(f"--stages: {args.stages} is not allowed: should be 2 or more")
     forward = _per_stage("--forward-ms", args.forward_ms, args.stages)
     backward = args.backward_ms or [2 * ms for ms in args.forward_ms]
     both = forward, _per_stage("--backward-ms", backward, args.stages)
