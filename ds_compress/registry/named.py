@@ -1,8 +1,5 @@
 """Registries: classes found by name (codecs, feedbacks, policies), each with an options model."""
 
-import ast
-import inspect
-import textwrap
 from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
@@ -18,8 +15,9 @@ class Named:
 
     @classmethod
     def summary(cls) -> str:
-        """Return the first paragraph of the class's docstring in one line; empty if there is none."""
-        return " ".join(_docstring(cls).split("\n\n")[0].split())
+        """Return the first paragraph of the class's docstring in one line; empty if there is none, as
+        under `python -OO`."""
+        return " ".join((cls.__doc__ or "").split("\n\n")[0].split())
 
     def __init__(self, options: Any = None):
         self.options: Any = options if options is not None else self.Options()
@@ -35,20 +33,6 @@ class Named:
     def settings(self) -> dict[str, Any]:
         """Name and every option with its value, as JSON types."""
         return {"name": self.name, **self.options.model_dump(mode="json")}
-
-
-def _docstring(cls: type) -> str:
-    """Return the docstring of a class, read from its source under `python -OO`.
-
-    pydantic reads the docstrings of options in the same way.
-    """
-    if cls.__doc__:
-        return inspect.cleandoc(cls.__doc__)
-    try:
-        definition = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    except (OSError, TypeError, SyntaxError):  # defined interactively, or its file is gone
-        return ""
-    return (ast.get_docstring(definition) if isinstance(definition, ast.ClassDef) else None) or ""
 
 
 Kind = TypeVar("Kind", bound=Named)
