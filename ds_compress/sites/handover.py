@@ -84,13 +84,10 @@ class AnchorSender:
         if not self._leads_to(head, position):
             self._held = None  # no newcomer needs signs of life of this replica
             return
-        if head == position:
-            self._behind_since = None
-        else:
-            if self._behind_since is None:
-                self._behind_since = time.monotonic()
-            if time.monotonic() - self._behind_since < ABANDONED_S:
-                return  # one at the head hands over before that
+        now = time.monotonic()
+        self._behind_since = None if head == position else self._behind_since or now
+        if self._behind_since is not None and now - self._behind_since < ABANDONED_S:
+            return  # one at the head hands over before that
         handed = self._launch.handed()
         handed = {each: number for each, number in handed.items() if number > position.round - KEPT_ROUNDS}
         for newcomer in waiting:
