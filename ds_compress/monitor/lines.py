@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+from rich.filesize import decimal
+
 from ds_compress.config import Config
 from ds_compress.monitor.limits import Violation
 from ds_compress.monitor.metrics import Channels, ratio
@@ -106,16 +108,8 @@ def summary(
 
 def _instead(counters: Sequence[Mapping[str, float]]) -> str:
     """Return the bytes sent and those without compression; empty if no byte was sent."""
-    raw, wire = (sum(each[key] for each in counters) for key in ("raw_bytes", "wire_bytes"))
-    difference = f"{_bytes(raw - wire)} saved" if wire <= raw else f"{_bytes(wire - raw)} more"
-    line = f"{_bytes(wire)} sent instead of {_bytes(raw)}, {difference}"
+    raw, wire = (int(sum(each[key] for each in counters)) for key in ("raw_bytes", "wire_bytes"))
+    said = [decimal(count, precision=2) for count in (wire, raw, abs(raw - wire))]
+    line = f"{said[0]} sent instead of {said[1]}, {said[2]} {'saved' if wire <= raw else 'more'}"
     times = f" ({ratio(raw, wire):.2f}x)" if raw else ""  # a site alone would send nothing
     return line + times if wire else ""
-
-
-def _bytes(count: float) -> str:
-    """Format `count` with a decimal prefix, as network rates have it."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6)):
-        if abs(count) >= size:
-            return f"{count / size:,.2f} {unit}"
-    return f"{count / 1e3:,.1f} kB"

@@ -62,7 +62,7 @@ def channels(raw, wire, count=1):
 def test_nothing_is_saved_where_headers_are_all_that_is_added():
     """A run of codec `none` once ended with "-2.2 kB saved"."""
     line = summary(channels(1_000_000, 1_001_100), 1, 5, [], 1.0, {}, {})
-    assert line == "ds_compress: 2.00 MB sent instead of 2.00 MB, 2.2 kB more (1.00x) by step 5"
+    assert line == "ds_compress: 2.00 MB sent instead of 2.00 MB, 2.20 kB more (1.00x) by step 5"
     assert "1.50 MB saved (4.00x) by step 5" in summary(channels(1_000_000, 250_000), 1, 5, [], 1.0, {}, {})
 
 

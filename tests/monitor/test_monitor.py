@@ -102,7 +102,7 @@ def test_sinks_hold_what_the_channels_counted(stages, tmp_path, monkeypatch):
     assert set(charts(tmp_path / "tensorboard")) == ours
     assert settings["ds_compress"]["forward"]["name"] == "quantize"
     total = sum(sum(wire for _, wire in rank["counted"][-1].values()) for rank in first_replica)
-    assert f"{total / 1e3:,.1f} kB sent instead of" in ranks[0]["summary"] and "waited" in ranks[0]["summary"]
+    assert f"{total / 1e3:,.2f} kB sent instead of" in ranks[0]["summary"] and "waited" in ranks[0]["summary"]
     assert not any(rank["summary"] for rank in ranks[1:])
 
 
@@ -198,7 +198,7 @@ def test_a_run_shorter_than_every_counts_to_its_end(tmp_path):
     """The line at the end told of step 1 alone."""
     first, resumed = run_ranks(2, last_lines, 7, 10, str(tmp_path))[0]
     for line, sent in (first, resumed):
-        assert line.startswith(f"ds_compress: {sent / 1e3:,.1f} kB sent instead of ")
+        assert line.startswith(f"ds_compress: {sent / 1e3:,.2f} kB sent instead of ")
     assert first[0].endswith("by step 7") and resumed[0].endswith("by step 14, from step 8 on")
 
 
