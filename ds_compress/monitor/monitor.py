@@ -164,8 +164,7 @@ class Monitor(RuntimePart):
                         metrics.complete(channels, self._written, self._table.stamps, step_ms)
                         self._written = channels
                         sinks.write_events(self._events(channels, step_ms, step.engine.global_samples))
-            if self._failure:
-                self._log_failure()
+            self._log_failure()
 
     def write(self, engine: Engine, values: Mapping[str, float]) -> None:
         """Write values of an evaluation, by name in `metrics.EVALUATIONS`, if this rank reports."""
@@ -174,8 +173,7 @@ class Monitor(RuntimePart):
         with self._guarded():
             samples = engine.global_samples
             engine.monitor.write_events([(metrics.label(name), values[name], samples) for name in values])
-        if self._failure:
-            self._log_failure()
+        self._log_failure()
 
     @property
     def _is_measured(self) -> bool:
@@ -266,14 +264,14 @@ class Monitor(RuntimePart):
             self._failure = self._failure or in_one_line(error)
 
     def _log_failure(self) -> None:
-        """Log the failure that switched monitoring off, once."""
-        if not self._is_logged:
+        """Log the failure that switches monitoring off, if there is one, once."""
+        if self._failure and not self._is_logged:
+            self._is_logged = True
             logger.warning(
                 "ds_compress: monitoring is off from now on, training continues: stage %d: %s",
                 self._rank,
                 self._failure,
             )
-        self._is_logged = True
 
     def summary(self) -> str:
         """Return a one-line summary of the training so far; empty if nothing was gathered."""
@@ -289,8 +287,7 @@ class Monitor(RuntimePart):
             line = self.summary()
             if line:
                 print(line, flush=True)
-        if self._failure:
-            self._log_failure()
+        self._log_failure()
 
     def _events(self, channels: metrics.Channels, step_ms: float, samples: int) -> Events:
         """Return the metrics of a measured step as (label, value, samples)."""
