@@ -24,7 +24,7 @@ from ds_compress.codecs.message_error import MessageError, measure_error
 from ds_compress.codecs.mixins import ObservesWarmup, ReusesForwardIndices, layers
 from ds_compress.codecs.shapes import matrix_shape
 from ds_compress.config import Config
-from ds_compress.errors import CompressionError, shown
+from ds_compress.errors import CompressionError, failures_at, shown
 from ds_compress.feedback import FeedbackCodec
 from ds_compress.kernels.backends import prepare
 from ds_compress.message.channel import Boundary
@@ -120,10 +120,8 @@ def benchmark_tensor(
         CompressionError: there is not enough memory.
     """
     generator = torch.Generator().manual_seed(seed)
-    try:
+    with failures_at(f"--shape: {list(size)} does not fit into memory"):
         x = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
-    except RuntimeError as error:
-        raise CompressionError(f"--shape: {list(size)} does not fit into memory: {error}") from None
     order = torch.randperm(size[-1], generator=generator, dtype=torch.int64, device="cpu")
     channels = order[:OUTLIERS]
     x[..., channels] *= 20

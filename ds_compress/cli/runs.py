@@ -1,6 +1,7 @@
 """Read runs from what DeepSpeed's monitors wrote: CSV files, TensorBoard events or the summary of W&B."""
 
 import csv
+import itertools
 import json
 import math
 import re
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ds_compress.config import DIRECTIONS
-from ds_compress.errors import CompressionError, in_one_line
+from ds_compress.errors import CompressionError, failures_at
 from ds_compress.monitor.metrics import GRADIENTS, LOSS_COST, PIPELINE, PREFIX, exchange_label, label
 
 LOSS = "Train/Samples/train_loss"
@@ -44,10 +45,7 @@ class RecordedRun:
     @property
     def boundaries(self) -> int:
         """Return how many boundaries wrote values."""
-        count = 0
-        while label("wire_bytes", count, "forward") in self.series:
-            count += 1
-        return count
+        return next(n for n in itertools.count() if label("wire_bytes", n, "forward") not in self.series)
 
     def total(self, name: str, kind: str = "") -> Series:
         """Sum a value over all channels, at the samples where all have one; with a kind in `GRADIENTS`: a
@@ -110,8 +108,6 @@ class RecordedRun:
 
 def find_baseline(runs: list[RecordedRun]) -> RecordedRun | None:
     """Return the first run that sent uncompressed messages: DeepSpeed alone, or codec `none`."""
-    if len(runs) < 2:
-        return None
 
     def is_plain(run: RecordedRun) -> bool:
         ratios = [run.bytes_ratio(kind) for kind in ("", *GRADIENTS)]
@@ -266,12 +262,10 @@ def read_series(file: Path) -> Series:
 
     A run that continues in the same folder writes another header, and steps again that it had done before.
     """
-    try:
-        whole, _, _ = file.read_text().rpartition("\n")
+    whole, _, _ = file.read_text(errors="replace").rpartition("\n")
+    with failures_at(f"report: {file} is not lines of a step and a value"):
         lines = csv.reader(whole.splitlines())
         return [(int(samples), float(value)) for samples, value in lines if samples != "step"]
-    except (ValueError, csv.Error) as error:
-        raise CompressionError(f"report: {file} is not lines of a step and a value: {error}") from None
 
 
 def _read_tensorboard(folder: Path) -> dict[str, Series]:
@@ -291,12 +285,11 @@ def _read_wandb(place: Path) -> dict[str, Series]:
     def is_number(value: object) -> bool:
         return isinstance(value, (int, float)) or value in ("NaN", "Infinity", "-Infinity")
 
-    try:
-        found = json.loads(file.read_text())
+    text = file.read_text(errors="replace")
+    with failures_at(f"report: {file} is no summary of W&B"):
+        found = json.loads(text)
         step = int(found["_step"])
         values = {name: float(value) for name, value in found.items() if is_number(value)}
-    except (KeyError, TypeError, ValueError) as error:
-        raise CompressionError(f"report: {file} is no summary of W&B: {in_one_line(error)}") from None
     return {name: [(step, value)] for name, value in values.items()}
 
 

@@ -139,12 +139,10 @@ def read_name(path: Path, name: str) -> str | None:
     Raises:
         CompressionError: it names none.
     """
-    try:
+    with failures_at(f"{path / name} cannot be read"):
+        if not (path / name).exists():
+            return None
         data = (path / name).read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise CompressionError(f"{path / name} cannot be read: {error.strerror}") from None
     found = re.fullmatch(rb"((?:global_)?step\d{1,18})\s*", data)
     if not found:
         raise CompressionError(

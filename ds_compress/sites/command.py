@@ -9,7 +9,7 @@ from contextlib import suppress
 from torch.distributed import TCPStore
 
 from ds_compress.config.replicas import STORE
-from ds_compress.errors import CompressionError, in_one_line
+from ds_compress.errors import CompressionError, failures_at
 
 HELP = "serve the store through which sites exchange weights"
 
@@ -29,10 +29,8 @@ def run(args: argparse.Namespace) -> int:
     # torch looks up the name of each address that connects, in the one thread that serves all: where no name
     # server answers, each stranger stopped the store for 5 s
     os.environ["RES_OPTIONS"] = "attempts:0"
-    try:
+    with failures_at(f"--port: {args.port}"):
         store = TCPStore("localhost", args.port, is_master=True, wait_for_workers=False)
-    except RuntimeError as error:
-        raise CompressionError(f"--port: {args.port}: {in_one_line(error)}") from None
     print(f"replica store on port {store.port}; start replicas with {STORE}=HOST:{store.port}", flush=True)
     with suppress(KeyboardInterrupt):
         threading.Event().wait()

@@ -6,8 +6,6 @@ Rank 0 gathers the facts of all machines; then each pair of neighbours measures 
 import json
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +13,7 @@ import torch
 from torch import distributed as dist
 
 from ds_compress.cli.doctor.machine import LOOPBACK, Facts, facts
-from ds_compress.errors import CompressionError, in_one_line
+from ds_compress.errors import CompressionError, failures_at
 from ds_compress.transport.p2p import PeerTimeout
 from ds_compress.transport.probe import probe_neighbours
 
@@ -53,9 +51,9 @@ class Meeting:
         self.distances = (1, replicas, self.world // replicas)
         theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self.timeout = timedelta(seconds=seconds)
-        with self._failing(
-            f"cannot meet the others at {self.address}:{port}; does a firewall stand between?"
-        ):
+        self.name = f"ds-compress doctor: rank {self.rank}"
+        place = f"{self.address}:{port}"
+        with failures_at(f"{self.name} cannot meet the others at {place}; does a firewall stand between?"):
             store = dist.TCPStore(
                 self.address,
                 port,
@@ -81,7 +79,7 @@ class Meeting:
 
     def gather(self, what: str, mine: Any) -> list[Any]:
         """Gather one value of every rank; return them on rank 0 and an empty list on the others."""
-        with self._failing("lost rank 0"):
+        with failures_at(f"{self.name} lost rank 0"):
             self.store.set(f"{what} {self.rank}", json.dumps(mine))
         if self.rank:
             return []
@@ -103,35 +101,25 @@ class Meeting:
             return value
         answer = self._is_set("go on", (1 + self.world) * self.seconds) and self.store.get("go on")
         if not answer:
-            raise CompressionError(f"ds-compress doctor: rank {self.rank} got no answer from rank 0")
+            raise CompressionError(f"{self.name} got no answer from rank 0")
         return answer == b"True"
 
     def _is_set(self, key: str, seconds: float) -> bool:
         """Return whether `key` is set within `seconds`."""
         end = time.monotonic() + seconds
-        with self._failing("lost rank 0"):
+        with failures_at(f"{self.name} lost rank 0"):
             while not self.store.check([key]):
                 if time.monotonic() > end:
                     return False
                 time.sleep(0.05)
         return True
 
-    @contextmanager
-    def _failing(self, what: str) -> Iterator[None]:
-        """Convert errors of torch.distributed to a CompressionError that says what failed."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise CompressionError(
-                f"ds-compress doctor: rank {self.rank} {what} ({in_one_line(error)})"
-            ) from None
-
     def measure(self) -> list[dict[str, Any]]:
         """Connect this rank with the others, and measure incoming bandwidth and round-trip time of its links
         to neighbours and other replicas."""
         gpu = torch.cuda.is_available()
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpu else torch.device("cpu")
-        with self._failing("could not connect to its neighbours"):
+        with failures_at(f"{self.name} could not connect to its neighbours"):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if gpu else "gloo",
                 store=dist.PrefixStore("group", self.store),

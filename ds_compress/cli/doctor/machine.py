@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from ds_compress.autoload import HOOK
-from ds_compress.errors import CompressionError
+from ds_compress.errors import failures_at
 from ds_compress.kernels import library
 from ds_compress.version import __version__
 
@@ -135,12 +135,8 @@ def outgoing_interface(address: str) -> str | None:
     Raises:
         CompressionError: there is no route to it.
     """
-    try:
+    with failures_at(f"ds-compress doctor: no way from {socket.gethostname()} to rank 0 at {address}"):
         family, kind, *_, where = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with closing(socket.socket(family, kind)) as trial:
             trial.connect(where)  # sends nothing: the system only selects the route
             return interface_of(trial.getsockname()[0])
-    except OSError as error:
-        raise CompressionError(
-            f"ds-compress doctor: no way from {socket.gethostname()} to rank 0 at {address}: {error}"
-        ) from None
