@@ -52,11 +52,6 @@ class DepthChoice:
     capped: bool
     """Whether a deeper schedule would be faster, but does not fit."""
 
-    @property
-    def gain(self) -> float:
-        """Return the speed-up over depth 1."""
-        return self.step_at_1 / self.step
-
 
 def choose_depth(
     workload: Workload, plan: TransferPlan, network: LinkSpeeds, budgets: Sequence[MemoryBudget]

@@ -171,7 +171,8 @@ def format_choice(choice: DepthChoice | None, rows: Sequence[Row]) -> str:
     memory = max(choice.memory) / 1e6
     step = f"step {choice.step_at_1:.3g} s"
     if choice.depth > 1:
-        step += f" -> {choice.step:.3g} s as predicted ({choice.gain:.2f} times as fast)"
+        gain = choice.step_at_1 / choice.step
+        step += f" -> {choice.step:.3g} s as predicted ({gain:.2f} times as fast)"
     capped = "; deeper would be faster, and needs more memory (link.memory_gb)" if choice.capped else ""
     return (
         f"ds_compress: link depth {choice.depth} chosen: {step}; {slowest_link(rows)}; "

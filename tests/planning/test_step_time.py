@@ -107,12 +107,12 @@ def chosen(stages=4, micro_batches=32, network=None, held=1.0, packets=0.0, limi
 
 def test_a_fast_link_stays_at_depth_1():
     choice = chosen(network=LinkSpeed(1e12))
-    assert choice.depth == 1 and choice.gain == 1 and not choice.capped
+    assert choice.depth == 1 and choice.step == choice.step_at_1 and not choice.capped
 
 
 def test_a_far_link_goes_deeper_and_says_what_it_gains():
     choice = chosen()
-    assert choice.depth > 2 and choice.gain > 1.5 and not choice.capped
+    assert choice.depth > 2 and choice.step_at_1 > 1.5 * choice.step and not choice.capped
     again = step_seconds(quick(4, 32), TransferPlan(SIZE, SIZE, True, choice.depth), LinkSpeed(1e8, 0.04))
     assert choice.step == again and choice.step_at_1 == chosen(limit=0).step
 
