@@ -276,9 +276,8 @@ class Board(Keys):
     def delete_rounds(self, slot: int, end: int) -> None:
         """Delete what is left of rounds before `end`: packets of this slot, whose senders may have died; slot
         0 deletes the rest, too. At most 8 rounds in one call."""
-        first = self._read(f"kept/{slot}") or ""
-        is_known = first.isascii() and first.isdigit() and len(first) < 10
-        start = int(first) if is_known else end  # before the first call nothing is here
+        kept = self._numbers(f"kept/{slot}")
+        start = kept[0] if kept else end  # before the first call nothing is here
         end = min(end, start + 8)
         for number in range(start, end):
             for replica in self._numbers(f"{number}/senders/{slot}"):
@@ -286,7 +285,7 @@ class Board(Keys):
             names = ("announced", "came", "candidates", "votes", "alive", "outcome") if slot == 0 else ()
             for name in (f"senders/{slot}", *names):
                 self._delete(f"{number}/{name}")
-        if start < end or not is_known:
+        if start < end or not kept:
             self._set(f"kept/{slot}", str(end))
 
     # An anchor on its way to a newcomer
