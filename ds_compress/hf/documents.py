@@ -87,16 +87,11 @@ def _tokenize_record(record: dict[str, Any], tokenizer: Any) -> Document:
         return Document(ignored + learned, [IGNORED] * len(ignored) + learned)
     wrong = next((key for key in reversed(KEYS) if key in record and not isinstance(record[key], str)), None)
     if wrong:
-        raise CompressionError(f"{wrong}: {_shown(record[wrong])} is not allowed: should be {KEYS[wrong]}")
+        raise CompressionError(f"{wrong}: {shown(record[wrong])} is not allowed: should be {KEYS[wrong]}")
     pairs = "; pairs for preference training (DPO) are not supported" if "chosen" in record else ""
     raise CompressionError(
         f"has {shown(sorted(record))}; should have text, prompt and completion, or messages{pairs}"
     )
-
-
-def _shown(value: Any) -> str:
-    """Format a value as JSON writes it if it has none."""
-    return "null" if value is None else shown(value)
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
@@ -146,5 +141,5 @@ def _check_messages(messages: Any) -> None:
             value = message.get(key)
             if not isinstance(value, str) and (key == "role" or value or not message.get("tool_calls")):
                 raise CompressionError(
-                    f"message {number}: {key}: {_shown(value)} is not allowed: should be text"
+                    f"message {number}: {key}: {shown(value)} is not allowed: should be text"
                 )
