@@ -429,9 +429,10 @@ def check_error_bound(pair: CodecPair) -> None:
 
 def check_gaussian_error(pair: CodecPair) -> None:
     """Check that normal values lose no more than declared, and less than if zeros were sent."""
-    for spec in pair.specs(((4, 128), *ORDINARY, LONG), DTYPES[:3]):
+    specs = pair.specs(((4, 128), *ORDINARY, LONG), DTYPES[:3])
+    for spec, place in itertools.product(specs, ({}, {"training": False, "step": 7, "micro_batch": 3})):
         sent = normal(spec, seed=2), normal(spec, seed=3)
-        for codec, x, arrived in zip(pair.codecs, sent, pair.exchange(*sent)):
+        for codec, x, arrived in zip(pair.codecs, sent, pair.exchange(*sent, **place)):
             bound = codec.gaussian_error_bound(spec)
             useful = bound < 1 or codec.unbiased
             pair.expect(useful, f"may lose {bound:.3g} of normal values; sending zeros loses 1", spec)
