@@ -1,4 +1,5 @@
-"""Reuse memory of the CPU, as new pages cost more time than arithmetic; recognise out-of-memory errors."""
+"""Reuse memory of the CPU, as new pages cost more time than arithmetic; recognise errors of memory, and of
+devices."""
 
 import ctypes
 import os
@@ -38,6 +39,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return any(words in str(error).lower() for words in _EXHAUSTED)
+
+
+def is_of_this_rank(error: BaseException) -> bool:
+    """Return whether `error` says that memory is used up, or that this rank's own device failed.
+
+    A device fails at a kernel of the model, say, and its error shows up in whatever is called next.
+    """
+    return is_out_of_memory(error) or any(words in str(error) for words in ("CUDA error", "Error [CUDA]"))
 
 
 @lru_cache  # a size that came before changes nothing

@@ -13,7 +13,7 @@ from ds_compress.codecs.casts import Identity
 from ds_compress.codecs.mixins import VariableSizePayload
 from ds_compress.config import KEY, Block
 from ds_compress.errors import CompressionError, in_one_line, shown
-from ds_compress.kernels.memory import is_out_of_memory
+from ds_compress.kernels.memory import is_of_this_rank
 from ds_compress.message.packet import PacketLayout
 from ds_compress.transport.packet import Packet
 
@@ -190,9 +190,9 @@ def find_exemptions(
 def explain(error: Exception, codec: Codec, place: str, message_id: MessageId) -> None:
     """Raise a decoding `error` again, with the place and number of its packet.
 
-    Return if `error` needs no such line: it is a `CompressionError` or says that memory ran out.
+    Return if `error` needs no such line: it is a `CompressionError`, or memory ran out, or a device failed.
     """
-    if isinstance(error, CompressionError) or is_out_of_memory(error):
+    if isinstance(error, CompressionError) or is_of_this_rank(error):
         return
     number = f"step {message_id.step}, micro-batch {message_id.micro_batch}"
     raise CompressionError(

@@ -17,7 +17,7 @@ from torch import distributed as dist
 from torch.distributed import Work
 
 from ds_compress.errors import CompressionError, in_one_line
-from ds_compress.kernels.memory import is_out_of_memory
+from ds_compress.kernels.memory import is_of_this_rank
 from ds_compress.transport import parts
 from ds_compress.transport.p2p import ExchangeConnections, PeerTimeout
 from ds_compress.transport.parts import Parts
@@ -135,6 +135,6 @@ def replica_failures(replicas: Replicas) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if is_out_of_memory(error):
+        if is_of_this_rank(error):
             raise
         raise CompressionError(f"{replicas.exchanged}: {in_one_line(error)}") from None

@@ -25,7 +25,7 @@ from torch import distributed as dist
 from torch.distributed import DistError, Work
 
 from ds_compress.errors import CompressionError
-from ds_compress.kernels.memory import is_out_of_memory
+from ds_compress.kernels.memory import is_of_this_rank
 from ds_compress.transport.connections import connect
 from ds_compress.transport.packet import Packet, new_packet
 from ds_compress.transport.parts import Parts
@@ -93,8 +93,7 @@ class PeerTimeout:
 
     def raise_for_peer(self, error: RuntimeError, peer: object) -> NoReturn:
         """Raise `error` as one line that names place and peer; an error of this rank's own work stays."""
-        # an error of this rank's own kernels shows up in the next transfer
-        if "CUDA error" in str(error) or is_out_of_memory(error):
+        if is_of_this_rank(error):
             raise error
         # gloo writes "[file:line] what happened. What that may mean": keep the middle
         reason = re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0]

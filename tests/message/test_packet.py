@@ -16,6 +16,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.kernels import backends
 from ds_compress.message.channel import Boundary
 from ds_compress.message.packet import ALIGNMENT, HEADER_SIZE, Header, PacketLayout
+from ds_compress.replicas.transfers import Replicas, replica_failures
 from ds_compress.transport.p2p import PeerTimeout
 from ds_compress.transport.packet import Packet
 from tests.support.refusals import refusal
@@ -144,6 +145,10 @@ EXHAUSTED = {
     "the CPU": lambda: torch.empty(1 << 60, dtype=torch.uint8),
     "a device": of_a_device,
     "pinned memory": raising(RuntimeError("CUDA error: out of memory")),
+    "a kernel of the model": raising(RuntimeError("CUDA error: device-side assert triggered")),
+    "a kernel of Triton": raising(
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+    ),
     "zstd": raising(zstandard.ZstdError("decompression error: Allocation error : not enough memory")),
 }
 EACH_EXHAUSTED = pytest.mark.parametrize("exhausted", EXHAUSTED.values(), ids=EXHAUSTED)
@@ -157,7 +162,8 @@ def error_of(action):
 
 @EACH_EXHAUSTED
 def test_while_decoding(exhausted):
-    """It was called a packet damaged on its way, and sent people to look at their network."""
+    """It was called a packet damaged on its way, and sent people to look at their network; so was a failed
+    kernel of the model, such as an index out of range, whose error shows up in what is called next."""
     config = Config({"forward": {"codec": "bf16"}, "min_numel": 0})
     sender, receiver = Boundary(0, config), Boundary(0, config)
     message_id, x = sender.forward.message_id(3, 0), torch.randn(4, 8)
@@ -170,6 +176,17 @@ def test_while_decoding(exhausted):
 def send_with(failure):
     with PeerTimeout("boundary 0, forward").naming(1):
         failure()
+
+
+@EACH_EXHAUSTED
+def test_between_replicas(exhausted):
+    """A failed kernel of the model was called an error of the gradients between replicas."""
+
+    def send():
+        with replica_failures(Replicas(2, 0)):
+            exhausted()
+
+    assert error_of(send) == error_of(exhausted)
 
 
 @EACH_EXHAUSTED
