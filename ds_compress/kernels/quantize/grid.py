@@ -86,7 +86,7 @@ def to_codes(groups: Tensor, scales: Sequence[Tensor], top: int, dither: int | N
     n, size = groups.shape
     upper, lower = draws((n, size), dither, groups.device)
     # fixed point with 8 fractional bits: adding 8 bits carries as often as the fraction says
-    fixed = position.mul_(256).add_((lower + 0.5) / 256).to(torch.int32)
+    fixed = position.mul_(256).add_((lower.float() + 0.5) / 256).to(torch.int32)
     # with 8 bits, the largest position and the largest draw, the sum is rounded up
     return (fixed + upper >> 8).clamp_(max=top).to(torch.uint8)
 
@@ -102,7 +102,7 @@ def from_codes(codes: Tensor, scales: Sequence[Tensor], dither: int | None = Non
         return codes.float().mul_(step[:, None]).add_(offset[:, None])
     upper, lower = draws((codes.shape[0], codes.shape[1]), dither, codes.device)
     fixed = (codes.to(torch.int32) << 8) + (255 - upper)
-    offset = offset + (-127 - (lower[:, 0] + 0.5) / 256) / 256 * step
+    offset = offset + (-127 - (lower[:, 0].float() + 0.5) / 256) / 256 * step
     return fixed.float().mul_(1 / 256).mul_(step[:, None]).add_(offset[:, None])
 
 

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_compress.kernels.quantize import reference
 from ds_compress.kernels.quantize.bits import pack, packed_size, unpack
-from ds_compress.kernels.quantize.grid import draws
+from ds_compress.kernels.quantize.grid import Grid, draws
 
 
 def test_packed_codes_lie_as_drawn():
@@ -76,3 +77,18 @@ def test_no_value_takes_the_draw_of_another_one():
         x, _ = draws((64, size), 9, CPU)
         fours = x.unfold(1, 4, 1).long() @ torch.tensor([1 << 24, 1 << 16, 1 << 8, 1])
         assert fours.unique().numel() > 0.999 * fours.numel()
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_the_reference_dithers_alike_whatever_the_default_dtype_is(default):
+    """Draws were halved in the default dtype: in bfloat16 other codes came than from C++ or Triton."""
+    groups, grid, key = torch.randn(64, 128, dtype=torch.float32), Grid(4), 2**64 - 7
+    parts = reference.quantize(groups, grid, key)
+    expected = *parts, reference.dequantize(parts, grid, dither=key)
+    torch.set_default_dtype(default)
+    try:
+        parts = reference.quantize(groups, grid, key)
+        found = *parts, reference.dequantize(parts, grid, dither=key)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, found, expected))
