@@ -68,6 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
+    if args.device.type == "cuda" and args.device.index:  # the timer waits for the current GPU
+        torch.cuda.set_device(args.device)
     prepare()
     codecs = chosen(args.codec)
     if args.json:

@@ -1,13 +1,15 @@
 """The commands: stable JSON, tables that are whole at any width, an error in one line with exit code 2."""
 
+import argparse
 import json
 import re
 import subprocess
 import sys
 
 import pytest
+import torch
 
-from ds_compress.cli import main
+from ds_compress.cli import bench, main
 from ds_compress.cli.reference import reference
 from ds_compress.codec import names
 from ds_compress.config import DIRECTIONS
@@ -176,6 +178,19 @@ def test_bytes_of_factors_between_replicas(check):
     block = {"ds_compress": {"replicas": {"codec": {"name": "lowrank", "rank": 4}}}}
     (row,) = rows_of(check(block, "--stages", "1", *MILLIONS, "--replicas", "2", "--json"))
     assert row["ratio"] == pytest.approx(256 * 256 * 4 / (2 * 256 * 4 * 2), rel=1e-6)
+
+
+@pytest.mark.parametrize("name, chosen", [("cpu", []), ("cuda", []), ("cuda:0", []), ("cuda:1", ["cuda:1"])])
+def test_bench_times_the_gpu_that_it_runs_on(name, chosen, monkeypatch):
+    """torch's timer waits for the current GPU: the times of any other one were those of its launches."""
+    current, row = [], dict.fromkeys(("bits_per_value", "relative_error", "token_error", "copy_fraction"), 1)
+    row |= dict.fromkeys(("encode_gbps", "decode_gbps", "roundtrip_gbps"), 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append(str(device)))
+    monkeypatch.setattr(bench, "benchmark_tensor", lambda *asked: None)
+    monkeypatch.setattr(bench, "measure", lambda codec, x: row)
+    options = {"shape": (2, 64), "dtype": "fp32", "codec": ["bf16"], "json": None}
+    assert bench.run(argparse.Namespace(device=torch.device(name), **options)) == 0
+    assert current == chosen
 
 
 def test_bench_json(tmp_path, capsys):
