@@ -53,7 +53,8 @@ class GradientNorms(Observer):
         finite = norm.isfinite()
         found = torch.stack([torch.where(finite, norm, 0.0), finite.double()])
         known = self._norms.get(message_id.boundary)
-        self._norms[message_id.boundary] = found if known is None else known + found
+        # in place: this runs on the codec stream, and `resume` has made it on another one
+        self._norms[message_id.boundary] = found if known is None else known.add_(found)
 
     def take(self) -> list[float]:
         """Return two numbers of each boundary, to be added up over all ranks, and measure anew; wait for the

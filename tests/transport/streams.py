@@ -122,6 +122,8 @@ class Device(TorchDispatchMode):
             into += _tensors(values.get(argument.name))
         given = {t.untyped_storage()._cdata for t in reads + writes}
         made = [t for t in _tensors(result) if t.untyped_storage()._cdata not in given]
+        if func is torch.ops.aten.lift_fresh.default:  # of `torch.tensor`: made, but not by an operation
+            made = _tensors(result)
         if made or writes or not _tensors(result):  # else a view, which looks at no data
             for tensor in made:
                 self._allocate(tensor, func)

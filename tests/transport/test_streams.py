@@ -4,9 +4,15 @@ import functools
 import re
 
 import pytest
+import torch
 
+from ds_compress.config import Config
 from ds_compress.kernels import backends
 from ds_compress.kernels.backends import reference
+from ds_compress.message.channel import Boundary
+from ds_compress.message.observer import SeenMessage
+from ds_compress.runtime.policy import GradientNorms
+from ds_compress.transport.streams import DeviceCodecStream
 from tests.support.pipeline import batches, build, ds_config
 from tests.support.ranks import run_ranks
 from tests.transport.streams import install
@@ -73,3 +79,22 @@ def test_what_is_left_out_is_found(deaf, staged, problem, tmp_path):
     run = functools.partial(train, str(tmp_path), 2, TOPK, staged=staged, deaf=(deaf,))
     (_, first), (_, last) = run_ranks(2, run)
     assert any(re.search(problem, line) for line in first + last), first[:5]
+
+
+def add_to_norms_of_a_checkpoint():
+    """The norm of a gradient message is added to what was measured before, on the stream of the codecs."""
+    device, cpu = install(staged=False), torch.device("cpu")
+    norms, lane = GradientNorms(Config({}), 1, cpu), DeviceCodecStream(cpu)
+    norms.resume({"0": [1.0, 1.0]})
+    channel, gradient = Boundary(0, Config({})).backward, torch.ones(4, 4)
+    message = SeenMessage(channel, channel.message_id(0, 0), [gradient])
+    lane.run(functools.partial(norms.before, message), takes=[gradient])
+    torch.zeros(2)  # of the compute stream
+    lane.join()
+    return norms.take(), device.problems
+
+
+def test_norms_of_a_checkpoint_are_not_overwritten():
+    """They were freed while the stream of the codecs still had to read them: the compute stream could get
+    their memory, and a resumed policy decide by other norms."""
+    assert run_ranks(1, add_to_norms_of_a_checkpoint) == [([5.0, 2.0], [])]
