@@ -14,6 +14,7 @@ from torch.distributed import Store
 
 from ds_compress.codecs.lowrank import LowRank
 from ds_compress.codecs.mixins import layers
+from ds_compress.codecs.sparse import RandomK
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 
@@ -129,14 +130,22 @@ def _first_difference(ours: Any, theirs: Any, path: str) -> tuple[str, Any, Any]
 
 
 def numerics_to_match(config: Config, device: torch.device) -> dict[str, Any]:
-    """Return what all ranks must have alike to compute matrix products alike; empty if `config` needs none.
+    """Return what all ranks must have alike to compute matrix products, or to draw, alike; empty if `config`
+    needs none.
 
-    Replicas with codec `lowrank` make the factors that they average orthonormal, each by itself.
+    Replicas with codec `lowrank` make the factors that they average orthonormal, each by itself. Both sides
+    of `randomk` draw on their own device, and to which value a number of a GPU goes depends on how many
+    multiprocessors it has.
     """
     codec = config.replica_codec
-    if codec is None or not any(layers(codec, LowRank)):
+    used = codec, config.tied_codec, *(sent for sent, _ in config.in_force.pairs())
+    draws = any(each is not None and any(layers(each, RandomK)) for each in used)
+    if codec is not None and any(layers(codec, LowRank)):
+        why = "replicas with codec 'lowrank' have to compute alike; with another codec they need not"
+    elif draws and device.type != "cpu":
+        why = "both sides of codec 'randomk' have to draw alike; with another codec they need not"
+    else:
         return {}
-    why = "replicas with codec 'lowrank' have to compute alike; with another codec they need not"
     found: dict[str, Any] = {"torch": torch.__version__}
     if device.type == "cpu":
         capability = torch.backends.cpu.get_cpu_capability()

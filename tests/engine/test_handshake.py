@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -131,6 +132,25 @@ def test_replicas_of_products_need_like_processors():
     why = "replicas with codec 'lowrank' have to compute alike; with another codec they need not"
     assert [*found] == [f"numerics.{name} ({why})" for name in ("torch", "device", "threads")]
     assert not numerics_to_match(Config({"replicas": {"codec": "quantize"}}), CPU)
+
+
+def test_random_entries_need_like_gpus(monkeypatch):
+    """Two GPUs with other numbers of multiprocessors draw other entries of a large message: its values would
+    be decoded to wrong places, and nothing would tell."""
+    gpu, named = torch.device("cuda", 0), SimpleNamespace(get_device_name=lambda device: "A")
+    monkeypatch.setattr(torch, "get_device_module", lambda device: named)
+    why = "both sides of codec 'randomk' have to draw alike; with another codec they need not"
+    for block in (
+        {"forward": {"codec": "randomk"}},
+        {"backward": {"codec": "randomk", "feedback": {"name": "ef", "decay": 0.5}}},
+        {"boundaries": {"1": {"backward": {"codec": "randomk"}}}},
+        {"replicas": {"codec": "randomk"}},
+    ):
+        found = numerics_to_match(Config(block), gpu)
+        assert [*found] == [f"numerics.{name} ({why})" for name in ("torch", "device")]
+        assert found[f"numerics.device ({why})"] == "cuda A"
+        assert not numerics_to_match(Config(block), CPU)
+    assert not numerics_to_match(Config({"forward": {"codec": "topk"}}), gpu)
 
 
 DECODES = """
