@@ -15,6 +15,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
 
 from ds_compress.errors import CompressionError, errors_at, failures_at
@@ -89,13 +90,14 @@ def _name_shards(shards: list[dict[str, int]], to: Path) -> None:
 
 
 def _copy_configs(settings: Settings, to: Path) -> None:
-    """Copy the files of the model and the tokenizer that hold no weights; each has its own, so a tokenizer's
-    folder may be that of another model."""
-    of_model = "config.json", "generation_config.json"
-    for folder in (settings.model, settings.tokenizer or settings.model):
-        for file in list_texts(Path(folder)):
-            if folder == settings.model or file.name not in of_model:
-                shutil.copyfile(file, to / file.name)
+    """Copy the files of the model that hold no weights, and save the run's tokenizer if it is another: no
+    file of the model's own tokenizer is then beside it."""
+    other = None if settings.tokenizer in (None, settings.model) else settings.tokenizer
+    for file in list_texts(Path(settings.model)):
+        if not other or file.name in ("config.json", "generation_config.json"):
+            shutil.copyfile(file, to / file.name)
+    if other:
+        AutoTokenizer.from_pretrained(other).save_pretrained(to)
     config = json.loads((to / "config.json").read_text())
     if config.pop("quantization_config", None):
         (to / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -5,13 +5,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from ds_compress.cli import main
 from ds_compress.hf.merge import _copy_configs, merge
 from ds_compress.hf.settings import read_settings
 from ds_compress.hf.training import FinetuneRun
 from tests.hf.test_run_folder import allow_files_up_to
-from tests.support.finetuning import change, plain_run, prepare
+from tests.support.finetuning import change, plain_run, prepare, tokenizer
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
 
@@ -97,3 +98,16 @@ def test_a_tokenizer_beside_another_model(tmp_path):
     _copy_configs(settings, merged)
     assert (merged / "config.json").read_text() == (Path(settings.model) / "config.json").read_text()
     assert (merged / "chat_template.jinja").read_text() == "theirs"
+
+
+def test_a_tokenizer_with_fewer_files_than_the_models(tmp_path):
+    """The merged model had the chat template of the model's own tokenizer, and its added tokens."""
+    settings = read_settings(prepare(tmp_path, tokenizer=str(tmp_path / "other")))
+    (Path(settings.model) / "added_tokens.json").write_text('{"added": 30}')
+    used = tokenizer()
+    used.chat_template = None
+    used.save_pretrained(tmp_path / "other")
+    (merged := tmp_path / "merged").mkdir()
+    _copy_configs(settings, merged)
+    found = AutoTokenizer.from_pretrained(merged)
+    assert found.chat_template is None and found.get_vocab() == used.get_vocab()
