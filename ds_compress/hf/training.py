@@ -228,19 +228,22 @@ class FinetuneRun:
             CompressionError: on every rank, if one of them could not write a file.
         """
         writer, failures = self.engine.checkpoint_engine, list[Exception]()
-        write = writer.save
 
-        def save(state_dict: Any, path: Any) -> None:
-            try:
-                write(state_dict, path)
-            except (OSError, RuntimeError) as error:  # torch raises either
-                failures.append(error)
+        def attempt(write: Callable[..., None]) -> Callable[..., None]:
+            def attempted(*args: Any, **options: Any) -> None:
+                try:
+                    write(*args, **options)
+                except (OSError, RuntimeError) as error:  # torch raises either
+                    failures.append(error)
 
-        writer.save = save
+            return attempted
+
+        own = writer.save, writer.makedirs
+        writer.save, writer.makedirs = map(attempt, own)
         try:
             yield
         finally:
-            writer.save = write
+            writer.save, writer.makedirs = own
         with self.folder.write(name):
             for failure in failures:
                 raise failure

@@ -153,6 +153,22 @@ def test_a_full_disk_of_one_machine_is_said_on_every_rank(tmp_path, block, size,
     assert expected in second and first == f"{second} [rank 1]"
 
 
+def train_without_a_folder(path):
+    """What a rank says if rank 1 cannot make the folder of the first checkpoint."""
+    run = start(path)
+    if distributed.get_rank() == 1:
+        (run.folder.path / "step1").write_text("in its place")
+    return refusal(run.run)
+
+
+@pytest.mark.parametrize("block", [BLOCK, None], ids=["compressed", "DeepSpeed alone"])
+def test_a_checkpoint_without_a_folder_is_said_on_every_rank(tmp_path, block):
+    """A full disk may have no place for a folder, either; that rank ended alone, with a traceback."""
+    config = {**DS_CONFIG, "ds_compress": block} if block else DS_CONFIG
+    for said in run_ranks(2, train_without_a_folder, prepare(tmp_path, steps=1, ds_config=config)):
+        assert ": step1 cannot be written: " in said or "checkpoint step1 is not complete: " in said
+
+
 def resume_from(folder, content):
     path = machine(folder)
     path.mkdir()
