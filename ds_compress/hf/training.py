@@ -280,7 +280,8 @@ def complete_ds_config(settings: Settings, dtype: torch.dtype | None) -> dict[st
 
     Without fp32 copies a step is lost wherever it is less than half the distance between two bf16 numbers:
     2e-4 near 1, for example. Adapters are fp32 and need none. What the user's config says of bf16 or ZeRO
-    stays.
+    stays. Where it enables bf16, ZeRO stage 1 is added, too: without ZeRO, DeepSpeed saves the optimizer of
+    bf16 in a form that it cannot load.
 
     Args:
         settings: of the run.
@@ -289,15 +290,17 @@ def complete_ds_config(settings: Settings, dtype: torch.dtype | None) -> dict[st
     Raises:
         CompressionError: all parameters are to be trained in fp16 without DeepSpeed's loss scaling.
     """
-    config, wandb = settings.ds_config, settings.ds_config.get("wandb")
-    if isinstance(wandb, dict) and wandb.get("enabled"):
+    config = settings.ds_config
+    wandb, fp16, bf16 = (
+        isinstance(own := config.get(key), dict) and own.get("enabled") for key in ("wandb", "fp16", "bf16")
+    )
+    if wandb:
         config = {"csv_monitor": {"enabled": True, "output_path": settings.out, "job_name": "csv"}} | config
-    fp16 = config.get("fp16")
-    if isinstance(fp16, dict) and fp16.get("enabled"):  # without ZeRO, DeepSpeed does not scale the loss
+    if fp16:  # without ZeRO, DeepSpeed does not scale the loss
         return {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True} | config
-    if settings.lora or dtype not in (torch.bfloat16, torch.float16):
+    if not bf16 and (settings.lora or dtype not in (torch.bfloat16, torch.float16)):
         return config
-    if dtype == torch.float16:
+    if dtype == torch.float16 and not settings.lora:
         raise CompressionError(
             f'{NAME}.dtype: "fp16" needs "fp16": {{"enabled": true}} in ds_config to train all '
             'parameters; or choose "bf16", "fp32" or "lora"'

@@ -127,3 +127,17 @@ def test_weights_in_fp16_are_learned(tmp_path, dtype):
     path = prepare(tmp_path, dtype=dtype, lora=None, ds_config=config, **sizes)
     ((before, after),) = run_ranks(1, train_in_fp16, path)
     assert after < 0.8 * before
+
+
+@pytest.mark.parametrize("lora", [{"r": 4}, None], ids=["adapters", "all weights"])
+def test_a_run_with_bf16_in_its_ds_config_goes_on(tmp_path, lora):
+    """Of an fp32 checkpoint it could not: DeepSpeed cannot load what it saves of bf16 without ZeRO."""
+    config = {**finetuning.DS_CONFIG, "bf16": {"enabled": True}}
+    sizes = {"save_every": 2, "eval_sequences": 2, "stages": 1}
+    whole = prepare(tmp_path / "whole", lora=lora, ds_config=config, **sizes)
+    (weights,) = run_ranks(1, trained, whole, 4)
+    resumed = prepare(tmp_path / "resumed", lora=lora, ds_config=config, **sizes)
+    run_ranks(1, trained, resumed, 2)
+    (again,) = run_ranks(1, trained, resumed, 4)
+    assert losses(resumed.parent / "out") == losses(whole.parent / "out")
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
