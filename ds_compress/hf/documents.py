@@ -39,7 +39,7 @@ def read_records(source: str, data: Data) -> Iterable[dict[str, Any]]:
     path = Path(source)
     try:
         if path.suffix == ".txt" and path.is_file():
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")  # a byte order mark is no text
             return ({"text": part} for part in split_text(text, data.documents))
         from datasets import load_dataset
 

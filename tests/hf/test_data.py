@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from ds_compress.hf.data import IDS, LABELS, POSITIONS, Sequences, pack_documents
-from ds_compress.hf.documents import IGNORED, Document, split_text, tokenize
+from ds_compress.hf.documents import IGNORED, Document, read_records, split_text, tokenize
 from ds_compress.hf.settings import read_settings
 from tests.support.finetuning import prepare, tokenizer
 from tests.support.refusals import refusal
@@ -55,6 +55,14 @@ def turns(*contents):
     """A conversation, which the user begins."""
     roles = itertools.cycle(("user", "assistant"))
     return {"messages": [{"role": role, "content": each} for role, each in zip(roles, contents)]}
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    """Some editors begin a file with it; it was a part of the first word."""
+    settings = read_settings(prepare(tmp_path))
+    file = tmp_path / "marked.txt"
+    file.write_text("the cat", encoding="utf-8-sig")
+    assert list(read_records(str(file), settings.data)) == [{"text": "the cat"}]
 
 
 def test_text_is_learned_whole_and_completions_alone():
