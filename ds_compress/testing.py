@@ -430,7 +430,8 @@ def check_error_bound(pair: CodecPair) -> None:
 def check_gaussian_error(pair: CodecPair) -> None:
     """Check that normal values lose no more than declared, and less than if zeros were sent."""
     specs = pair.specs(((4, 128), *ORDINARY, LONG), DTYPES[:3])
-    for spec, place in itertools.product(specs, ({}, {"training": False, "step": 7, "micro_batch": 3})):
+    places: tuple[dict[str, Any], ...] = {}, {"training": False, "step": 7, "micro_batch": 3}
+    for spec, place in itertools.product(specs, places):
         sent = normal(spec, seed=2), normal(spec, seed=3)
         for codec, x, arrived in zip(pair.codecs, sent, pair.exchange(*sent, **place)):
             bound = codec.gaussian_error_bound(spec)
