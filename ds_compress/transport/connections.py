@@ -104,7 +104,7 @@ def connect(wanted: Iterable[tuple[Sequence[int], int]], seconds: float) -> list
     try:
         rendezvous.serve(of_job, lambda: bool(failed) or len(made) == len(named))
     except RuntimeError as error:
-        failed.append((named[0][0], error))
+        failed.insert(0, (named[0][0], error))  # threads that waited for keys may have failed of it before
     if failed:
         _refuse(*failed[0], seconds)
     in_order = iter([made[number] for number in range(len(named))])

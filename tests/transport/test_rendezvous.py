@@ -56,8 +56,15 @@ class GoneStore(dist.HashStore):
         raise dist.DistNetworkError("Connection reset by peer")
 
 
+class SlowRendezvous(connections.Rendezvous):
+    def wake(self):
+        super().wake()
+        time.sleep(0.05)
+
+
 def lose_the_store():
     connections._get_default_store = GoneStore
+    connections.Rendezvous = SlowRendezvous
     before = threading.active_count()
     said = refusal(connect, [((0, 1), 20)], 60)
     while threading.active_count() > before:
@@ -66,5 +73,6 @@ def lose_the_store():
 
 
 def test_a_store_that_is_gone_is_told_and_no_thread_waits_for_it():
+    """Threads that it woke sometimes said first that a key had not come within the time-out."""
     said = run_ranks(1, lose_the_store)[0]
     assert said.endswith("Connection reset by peer")
