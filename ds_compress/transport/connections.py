@@ -9,6 +9,7 @@ import ctypes
 import os
 import resource
 import sys
+import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -30,6 +31,8 @@ from ds_compress.transport.rendezvous import Mailbox, Rendezvous
 
 AT_ONCE = 16
 """Connections that are made at a time. Of hundreds gloo refuses some."""
+ENDING_S = 1.0
+"""Seconds for threads to end after one has failed."""
 SPARE = 64
 """Files that are left for all else."""
 
@@ -99,13 +102,18 @@ def connect(wanted: Iterable[tuple[Sequence[int], int]], seconds: float) -> list
                 rendezvous.wake()
 
     # not a pool, which waits for its threads when one has failed, and others for ranks that have gone
-    for _ in range(min(AT_ONCE, len(named))):
-        Thread(target=work, daemon=True).start()
+    threads = [Thread(target=work, daemon=True) for _ in range(min(AT_ONCE, len(named)))]
+    for thread in threads:
+        thread.start()
     try:
         rendezvous.serve(of_job, lambda: bool(failed) or len(made) == len(named))
     except RuntimeError as error:
         failed.insert(0, (named[0][0], error))  # threads that waited for keys may have failed of it before
     if failed:
+        # those that are not in gloo end now; one that is still in Python would abort the end of the program
+        end = time.monotonic() + ENDING_S
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
         _refuse(*failed[0], seconds)
     in_order = iter([made[number] for number in range(len(named))])
     return [[next(in_order) for _ in range(number)] for _, number in wanted]
