@@ -107,16 +107,16 @@ def simulate(
         raise CompressionError(
             f"simulate: {type(model).__name__} has no list of layers; allowed: nn.Sequential, PipelineModule"
         )
+    cuts = _between(cuts, len(layers))
+    micro_batches = _micro_batches(ds_config)
+    if not config.block.enabled:
+        return model
     interval = getattr(model, "activation_checkpoint_interval", 0)
     if interval:
         raise CompressionError(
             f"simulate: activation_checkpoint_interval {interval} of the PipelineModule: boundaries cannot "
             "be recomputed; allowed: 0, which has the same results"
         )
-    cuts = _between(cuts, len(layers))
-    micro_batches = _micro_batches(ds_config)
-    if not config.block.enabled:
-        return model
     if config.quality is not None:
         raise CompressionError(
             f"{KEY}.recipe: 'auto' is not simulated, as it chooses from what a pipeline measures; use the "

@@ -107,6 +107,17 @@ def test_recomputed_layers_are_refused():
     assert "activation_checkpoint_interval 1 of the PipelineModule" in line and "allowed: 0" in line
 
 
+def test_recomputed_layers_are_left_alone_where_compression_is_off():
+    """They were refused, though there are no boundaries."""
+    config = ds_config({"enabled": False}, pipeline={"activation_checkpoint_interval": 1})
+
+    def is_left():
+        module = pipeline.build(1, config).module
+        return simulate(module, config, [4]) is module
+
+    assert run_ranks(1, is_left) == [True]
+
+
 def test_evaluation_sees_what_the_step_before_it_learned():
     block = alike({"name": "lowrank", "rank": 2}, warmup_steps=1)
     found, *_ = run_ranks(3, pipeline_kinds.train, KINDS["tensor"], block)
