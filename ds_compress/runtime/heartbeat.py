@@ -60,6 +60,8 @@ class Peer:
             rank: of the other end, None until it has sent hello.
         """
         connection.setblocking(False)
+        # a process that ends with lines unread drops those that TCP holds back until others arrived
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection = connection
         self.rank = rank
         self.progress = 0

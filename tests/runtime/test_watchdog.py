@@ -166,6 +166,17 @@ def test_an_error_of_all_ranks_may_be_caught(error, trains, pause, job):
     job.goes_well()
 
 
+@pytest.mark.parametrize("done", range(RANKS))
+def test_the_last_line_of_a_rank_arrives_though_it_has_not_read_those_of_others(done, job):
+    """TCP held it back, and dropped it when the process ended: an error that the rank had caught, and gone on
+    after, ended the job."""
+    job.call(*range(RANKS), error=ValueError("caught"))
+    job.enter(*range(RANKS), call="eval_batch")
+    job.leave(done)
+    job.end(done)
+    job.goes_well()
+
+
 def test_other_errors_are_failures_when_nothing_follows(job):
     job.enter(0, 2)
     job.call(1, error=ValueError("not\ncaught"))
