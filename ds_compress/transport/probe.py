@@ -128,15 +128,19 @@ def message_rate(sender: Sender, receiver: Receiver, ping: float) -> float:
         return math.inf
     receiver.set_depth(1)  # it keeps memory for all that may be posted
     nbytes = WHOLE
-    while True:
-        seconds = _round(sender, receiver, 1, nbytes)
+
+    def is_last(seconds: float) -> bool:
         in_flight = nbytes / seconds * ping / SEGMENT / len(receiver.groups)  # of one connection
         shown = nbytes / SEGMENT / len(receiver.groups) >= (in_flight / MATHIS) ** 2
-        if seconds >= max(LONG if not shown else LONG / 4, 2 * ping) or nbytes == MOST_BYTES:
+        return seconds >= max(LONG if not shown else LONG / 4, 2 * ping) or nbytes == MOST_BYTES
+
+    while True:
+        seconds = _round(sender, receiver, 1, nbytes)
+        if seconds < LONG and is_last(seconds):  # an interruption is not a slow link
+            seconds = min(seconds, _round(sender, receiver, 1, nbytes))
+        if is_last(seconds):
             break
         nbytes *= 2
-    if seconds < LONG:  # an interruption is not a slow link
-        seconds = min(seconds, _round(sender, receiver, 1, nbytes))
     return nbytes / seconds
 
 

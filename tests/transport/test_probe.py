@@ -157,6 +157,16 @@ def test_a_message_is_long_enough_to_show_lost_packets(monkeypatch, megabytes):
     assert found == pytest.approx(1e6, rel=0.1) and seconds < 60
 
 
+def test_one_interruption_ends_no_measurement_of_a_message(monkeypatch):
+    """It was taken for the end of a message that was long enough: a short one came next, and most of its time
+    was the round trip, so a link had a seventh of its rate, and "auto" chose connections by that."""
+    rate = 1e7
+    for interrupted in range(50):
+        calls = iter(range(10**9))
+        link = SimulatedLink(rate, 0.02, delay=lambda: 0.6 * (next(calls) == interrupted))
+        assert message_measured(monkeypatch, link)[0] >= 0.7 * rate, interrupted  # 2 s are not measured again
+
+
 def test_a_near_link_is_not_measured(monkeypatch):
     assert message_measured(monkeypatch, SimulatedLink(1e9, 0.0005)) == (math.inf, pytest.approx(0.012, 0.1))
 
