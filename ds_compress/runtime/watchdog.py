@@ -104,7 +104,7 @@ class Watchdog:
             return
         if self._failure:
             raise CompressionError(f"ds_compress: stopped: {self._failure}")
-        self._overdue, self._error = 0.0, ""
+        self._error = ""
         if call == self._call:
             self._left = ""
         self._call = call
@@ -154,7 +154,7 @@ class Watchdog:
         """Record that the job has failed; only the first reason counts."""
         if self._failure:
             return
-        self._failure, self._overdue = _cut(text), 0.0
+        self._failure = _cut(text)
         self._is_known.set()
         self._report()
 
