@@ -11,7 +11,7 @@ from ds_compress.codec import TensorSpec
 from ds_compress.config.replicas import ReplicasOptions, build_replica_codec
 from ds_compress.feedback.state import residuals
 from ds_compress.replicas.exchange import Exchange
-from ds_compress.replicas.slices import GRADIENT, MIN_NUMEL, Gradient, Slice, Slices
+from ds_compress.replicas.slices import GRADIENT, MIN_NUMEL, Gradient, Slice, SliceCodec, Slices
 from ds_compress.replicas.transfers import Replicas
 from tests.support.pipeline import batches, build, ds_config
 from tests.support.pipeline_kinds import fp16_on_cpu
@@ -213,6 +213,7 @@ def test_residuals_of_a_checkpoint_survive_a_skipped_first_step():
 
 
 PARTS = (7_000, 20_001, 256)  # values of parameters, each a bucket of its own
+BUCKET_BYTES = 4 * (20_001 + 255)  # no two of them fit
 
 
 def exchange_of_all(bucket_bytes, **options):
@@ -225,7 +226,8 @@ def exchange_of_all(bucket_bytes, **options):
 
 def sums(codec, feedback, steps, owner):
     """What the replicas put in, what came out, and the residuals left: all should add up."""
-    exchange, rank, size = exchange_of_all(1, codec=codec, feedback=feedback)
+    exchange, rank, size = exchange_of_all(BUCKET_BYTES, codec=codec, feedback=feedback)
+    exchange.measure()
     generator = torch.Generator().manual_seed(rank)
     given, came = torch.zeros(sum(PARTS), dtype=torch.float64), torch.zeros(sum(PARTS), dtype=torch.float64)
     outputs = []
@@ -237,6 +239,8 @@ def sums(codec, feedback, steps, owner):
         came += values.double() * size
         outputs.append(values)
     assert exchange.sent.messages == steps * len(PARTS)
+    assert math.isnan(exchange.quality[0]) == (owner not in (None, rank))  # other replicas have no average
+    assert (exchange.sent.wire_bytes == 0) == (rank == owner)
     left = []
     for numel, gradient in zip(PARTS, gradients):
         own = []
@@ -283,6 +287,11 @@ def test_parts_of_a_matrix_have_residuals_of_their_own():
     found = [each for n, half in enumerate(halves) for each in slices.of(Gradient(3, half, start=n * 2048))]
     assert len({id(each.memory) for each in found}) == len({each.number for each in found}) == 4
     assert [each.owner for each in found] == [0, 1, 0, 1] and len(slices.saved()) == 4
+    codec = SliceCodec(build_replica_codec(ReplicasOptions(codec="bf16"), "x"), 1, True, 0)
+    for own in found:  # the number of a slice may have more bits than there are in a packet
+        packet = torch.zeros(codec.layout(own).nbytes, dtype=torch.uint8)
+        codec.encode(own, torch.ones(own.spec.shape), packet, GRADIENT, 0, 0)
+        assert codec.decode(own, packet, GRADIENT, 0, 0).eq(1).all()
 
 
 def test_small_gradients_of_fp16_keep_their_digits():

@@ -333,13 +333,22 @@ def test_a_loss_that_is_no_number_with_compression_stops():
     assert all(" is nan with compression " in rank["error"] for rank in ranks)
 
 
-@pytest.mark.parametrize("compressed, meaning", [(1.97, "has come to need it"), (2.03, "it hurts")])
+@pytest.mark.parametrize(
+    "compressed, meaning",
+    [
+        (1.97, "too much together): the model has come to need it"),
+        (2.03, "too much together): it hurts"),
+        (1.8, "ds_compress.guard.loss: 2%): the model has come to need it"),
+    ],
+)
 def test_a_loss_that_is_lower_with_compression_does_not_hurt(compressed, meaning):
     """Where it was too much only together with errors of messages, the line said "-1.5% ...: it hurts"."""
+    engine = SimpleNamespace(global_steps=25)
     guard = Guard(Config({"forward": COARSE, "guard": {"action": "stop"}}), 0, 1)
     guard._worst = LOSSLESS._replace(error=0.45)
-    line = refusal(guard._judge, SimpleNamespace(global_steps=25), compressed, 2.0)
-    assert "too much together" in line and meaning in line
+    assert meaning in refusal(guard._judge, engine, compressed, 2.0)
+    guard._worst = LOSSLESS._replace(error=0.9)  # beyond a limit of its own, which is said elsewhere
+    guard._judge(engine, 2.0, 2.0)
 
 
 def judged(config, folder, saved=0):
