@@ -58,6 +58,7 @@ print([open(f"/proc/self/task/{thread}/comm").read().strip() for thread in os.li
 """
 
 
+@pytest.mark.extended
 def test_minimal_ends_with_its_group_and_not_before(tmp_path):
     """A thread of gloo that still ran at exit, on a busy machine, and freed a tensor of Python's, aborted."""
     command = [sys.executable, "-c", RANK, MINIMAL.parent]

@@ -80,7 +80,7 @@ def ranks(world, *args, check=True, **options):
 
 
 @pytest.mark.parametrize("name", FEEDBACKS)
-@pytest.mark.extended(keep=3)
+@pytest.mark.extended(keep=2)
 def test_resuming_equals_going_on(name, tmp_path):
     replicas = 2 if name in ("ef", "ef21", "aqsgd") else 1
     world = 2 * replicas

@@ -204,6 +204,7 @@ def test_a_rank_that_does_not_come_is_named():
     assert re.match(r"ds-compress doctor: of 3 ranks (1, )?2 did not answer within 5 s", message)
 
 
+@pytest.mark.extended
 def test_rank_0_that_cannot_be_reached_is_named():
     ((out, error, code),) = ranks(1, 2, "--timeout", "2", first=1)
     said = r"ds-compress doctor: rank 1 cannot meet the others at 127.0.0.1:\d+; "

@@ -161,7 +161,7 @@ BLOCKS["a note like the message"] = (*LOSSLESS, "quantize")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.extended(keep=3)
+@pytest.mark.extended(keep=2)
 def test_program(name):
     blocks = {block: programs.BLOCKS[block] for block in BLOCKS.get(name, programs.BLOCKS)}
     ranks = run_ranks(PROGRAMS[name].stages, train_all, PROGRAMS[name], blocks)

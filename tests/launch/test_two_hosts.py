@@ -79,6 +79,7 @@ def test_a_link_that_loses_packets_sends_them_again(tmp_path):
 
 
 @HAS_HOSTS
+@pytest.mark.extended
 def test_a_slow_link_is_slow_for_a_small_message_too(tmp_path):
     """A burst of 128 KiB after every pause passed any rate: 4-bit messages at 9 Mbit/s cost nothing."""
     found, _ = pinged(tmp_path, RATE="5mbit")

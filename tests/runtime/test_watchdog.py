@@ -391,6 +391,7 @@ dog._fail("rank 0: no")
 """
 
 
+@pytest.mark.extended
 def test_no_thread_outlives_the_interpreter():
     """A thread in torch's store when Python ended took the process with it: "terminate called without an
     active exception"."""

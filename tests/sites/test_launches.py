@@ -143,6 +143,7 @@ def test_a_round_lasts_until_its_outcome_and_not_until_it_is_applied(store):
     assert 0 < measured == written and rounds == 1
 
 
+@pytest.mark.extended
 def test_a_process_that_ends_in_a_round_ends_in_order(store):
     """Its thread was in the store when the interpreter ended, and aborted a process whose work was done."""
     program = f"""

@@ -581,6 +581,7 @@ def test_a_replica_that_ends_while_it_reads_packets_has_no_vote(store, monkeypat
 
 
 @pytest.mark.parametrize("healthy", [1, 2])
+@pytest.mark.extended
 def test_a_packet_that_is_damaged_on_its_way_does_not_count_if_its_sender_is_the_quickest(store, healthy):
     """The sender has its packet at hand, and sees no damage. When it decided first, the healthy replicas
     could not follow: they left, and took its anchor."""
