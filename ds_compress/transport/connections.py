@@ -49,7 +49,7 @@ class Connection:
         gloo: Any = dist.ProcessGroupGloo  # torch's types lack most of it
         options = gloo._Options()
         options._devices, options._threads, options._timeout = [_device()], 1, timedelta(seconds=seconds)
-        self._store = store  # a part of it in Python
+        self._store = store  # else its methods, in Python, go before the group
         self._group = _immortal(gloo(store, ranks.index(dist.get_rank()), len(ranks), options))
         self._ranks = ranks
         weakref.finalize(self, _free, self._group, os.getpid()).atexit = False

@@ -1,7 +1,8 @@
 """How many connections are made at once over one client of the job's store.
 
-A client that waits for a key answers nobody else, and of a further one the server looks up the name, for
-seconds where no DNS answers. So one thread asks, for all keys that are awaited, whether they are there.
+While a client waits for a key, no other thread can use it. Further clients cost the start of the job: the
+server looks up the host name of each, and answers nobody until DNS does, or for seconds if DNS does not. So
+one thread asks the store, again and again, which of all awaited keys are there.
 """
 
 import threading
@@ -27,7 +28,7 @@ class Rendezvous:
         self._has_ended = False
 
     def set(self, key: str, value: bytes) -> None:
-        """Give others a value."""
+        """Give other ranks the bytes `value`; `serve` sends them."""
         with self._changed:
             self._known[key] = self._leaving[key] = value
             self._changed.notify_all()
@@ -53,7 +54,11 @@ class Rendezvous:
             self._changed.notify_all()
 
     def serve(self, store: Any, may_end: Callable[[], bool]) -> None:
-        """Exchange keys through `store` until it `may_end`."""
+        """Exchange keys through `store` until it `may_end`.
+
+        Raises:
+            RuntimeError: the store failed.
+        """
         pause, longest = PAUSES
         try:
             while not may_end():

@@ -347,7 +347,7 @@ def test_a_loss_that_is_lower_with_compression_does_not_hurt(compressed, meaning
     guard = Guard(Config({"forward": COARSE, "guard": {"action": "stop"}}), 0, 1)
     guard._worst = LOSSLESS._replace(error=0.45)
     assert meaning in refusal(guard._judge, engine, compressed, 2.0)
-    guard._worst = LOSSLESS._replace(error=0.9)  # beyond a limit of its own, which is said elsewhere
+    guard._worst = LOSSLESS._replace(error=0.9)  # above its own limit, for which there is another warning
     guard._judge(engine, 2.0, 2.0)
 
 

@@ -87,8 +87,9 @@ def test_resuming_goes_on_exactly_and_evaluation_does_not_disturb(link, saved):
 @pytest.mark.parametrize("left", ["nothing", "a file of another step"])
 @pytest.mark.extended(keep=1)
 def test_a_rank_without_a_file_has_the_settings_of_the_others(left, saved, tmp_path):
-    """A new replica has no file: its residuals start from zero, and a line says so. If an earlier run with
-    more replicas had left a file under the same tag, all ranks started with the settings of the block."""
+    """A replica that finds no file of this run starts its residuals from zero, and logs that. It goes on
+    with the settings of the others, also if a run with more replicas left a file there: then all ranks had
+    started with those of the block."""
     shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
     (file,) = (tmp_path / "step5").glob("ds_compress_pp00*.safetensors")
     file.unlink()
