@@ -98,7 +98,7 @@ def _one_line(model: type[BaseModel], value: object, error: ValidationError, pat
         ),
     )
     others = len({keys for keys, _ in problems if keys[: len(first)] != first})
-    rest = f" (and {others} more)" if others else ""
+    rest = f" (problems in all: {others + 1})" if others else ""
     inner = problem.get("ctx", {}).get("error")
     if isinstance(inner, CompressionError):
         return f"{_extend_path(path, keys[:-1])}.{inner}{rest}"

@@ -89,7 +89,7 @@ BAD_BLOCKS = [
     ({**FORWARD, "backward": SPLIT}, ".backward.feedback: 'ef_mixed' cannot split", ""),
     ({"forward": {"feedback": "aqsgd"}, "boundaries": {"1": PER_BATCH}}, "", "want different sample ids"),
     ({"warmup_epochs": 1, "warmup_steps": 5}, ".warmup_epochs: 1 came", "use one"),
-    ({"seed": 1, "eval": "x", "min_numel": "y"}, ".eval: 'x'", "(and 1 more)"),
+    ({"seed": 1, "eval": "x", "min_numel": "y"}, ".eval: 'x'", "(problems in all: 2)"),
     (MEMORY, ".link.memory_gb: 2 limits depth 'auto', but depth is 1", "use depth 'auto'"),
     ({**AUTO, "link": {"memory_gb": 2.0, "depth": 3}}, ".link.memory_gb: 2 limits depth 'auto', but", ""),
     ({**LOSSY, "guard": {"every": 0, "action": "stop"}}, ".guard.action: 'stop'", "with guard.every 0"),
