@@ -48,7 +48,11 @@ class GradientNorms(Observer):
         if not message_id.training or message_id.step < self._config.warmup_steps:
             return
         floats = [tensor for tensor in message.tensors if tensor.dtype.is_floating_point]
-        norms = [torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32) for tensor in floats]
+        wide = [torch.promote_types(tensor.dtype, torch.float32) for tensor in floats]
+        norms = [
+            torch.linalg.vector_norm(tensor.detach(), dtype=dtype).float()
+            for tensor, dtype in zip(floats, wide)
+        ]
         norm = torch.linalg.vector_norm(torch.stack(norms)).double() / message.channel.boundary.loss_scale
         finite = norm.isfinite()
         found = torch.stack([torch.where(finite, norm, 0.0), finite.double()])

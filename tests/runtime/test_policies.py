@@ -8,10 +8,14 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from ds_compress.codec import MessageId
+from ds_compress.config import Config
 from ds_compress.config.policies.base import POLICIES as REGISTRY
 from ds_compress.config.policies.base import LadderOptions, Policy
 from ds_compress.errors import CompressionError
-from ds_compress.runtime.policy import PolicyController
+from ds_compress.message.channel import Boundary
+from ds_compress.message.observer import SeenMessage
+from ds_compress.runtime.policy import GradientNorms, PolicyController
 from ds_compress.simulate import evaluating, simulate
 from tests.checkpoint.damaged_files import opened, signed
 from tests.support.calls import wrapped
@@ -246,6 +250,15 @@ def test_norms_are_without_the_loss_scale():
     (none, small), (_, large) = (run_ranks(2, scaled, power) for power in (4, 9))
     assert none == {} and small["0"][1] == 4.0
     assert small["0"][0] == pytest.approx(large["0"][0], rel=1e-3) and small["0"][0] > 0
+
+
+def test_norms_of_messages_with_float64():
+    """A step of "accordion" raised: norms of float64 are not computed in float32."""
+    config = Config(block(ACCORDION))
+    norms, channel = GradientNorms(config, 1, "cpu"), Boundary(0, config).backward
+    tensors = [torch.tensor([3.0]), torch.tensor([4.0], dtype=torch.float64)]
+    norms.before(SeenMessage(channel, MessageId(0, "backward"), tensors))
+    assert norms.take() == [5.0, 1.0]
 
 
 HEARD_STEPS, EVERY = 6, 2
