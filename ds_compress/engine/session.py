@@ -113,7 +113,11 @@ class Session:
             self.watchdog.watch("train_batch"),
             self.guard.batch(self.engine, count, monitor.message_quality, monitor.write, self._replay),
         ):
-            yield
+            self.path.in_train_batch = True
+            try:
+                yield
+            finally:
+                self.path.in_train_batch = False
 
     @contextmanager
     def evaluation(self, mode: Mode) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """The mixin on real ranks: bytes, evaluation, announcements, and the ways other projects use the engine."""
 
+import functools
 import itertools
 import json
 from dataclasses import replace
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 import deepspeed
 import pytest
 import torch
+from deepspeed.pipe import PipelineModule
 
 from ds_compress.cli import main
 from ds_compress.config import Config
@@ -92,6 +94,28 @@ def test_training_goes_on_after_an_evaluation_in_inference_mode(link):
     modes = torch.inference_mode, torch.no_grad
     inference, usual = (run_ranks(2, losses_after_evaluation, block, mode)[0] for mode in modes)
     assert inference == usual
+
+
+class KeepsModes(PipelineModule):
+    """Trains without dropout: `train()` changes nothing, and the first stage is in evaluation mode."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        super().train(self.stage_id > 0)
+
+    def train(self, mode=True):
+        return self
+
+
+def test_a_module_that_overrides_train_is_trained():
+    """The stages did not agree on whether they train. Where all were in evaluation mode, no feedback, policy,
+    monitor or guard took part, without a warning."""
+    config = ds_config(alike({"name": "topk", "density": 0.2}, "ef", min_numel=0))
+    usual, kept = (
+        run_ranks(2, functools.partial(train, module_class=each), 2, config)
+        for each in (PipelineModule, KeepsModes)
+    )
+    assert [rank["losses"] for rank in kept] == [rank["losses"] for rank in usual]
 
 
 def announcement(block, stages):
