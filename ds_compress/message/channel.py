@@ -69,7 +69,8 @@ class Channel:
         # both sides find the same
         compressed = training or self.boundary.evaluation == "compressed"
         compressed = compressed and message_id.step >= config.warmup_steps
-        kind = compressed, training, self.uncompressed_tail, self.boundary.dependence
+        dependence = self.boundary.dependence_of(message_id)
+        kind = compressed, training, self.uncompressed_tail, dependence
         layout = self._latest.get(kind)
         if layout is not None and len(layout.specs) == len(tensors):
             for spec, tensor in zip(layout.specs, tensors):
@@ -240,6 +241,7 @@ class Boundary:
         self.dependence: tuple[bool, ...] | None = None
         """Whether each float tensor of a message depends on parameters and holds no mask; None while that is
         not known. Equal on both sides."""
+        self._dependences: dict[int, tuple[bool, ...] | None] = {}  # of the present step, by micro-batch
         self._stashes: dict[tuple[int, int], dict[str, Tensor]] = {}
         codecs: BoundaryCodecs = config.in_force.codecs(number)
         self.forward = Channel(self, "forward", codecs.forward)
@@ -252,7 +254,17 @@ class Boundary:
     def begin_step(self, loss_scale: float = 1.0) -> None:
         """Forget what an interrupted step left; `loss_scale`: of the gradients until the next one."""
         self._stashes.clear()
+        self._dependences.clear()
         self.loss_scale = loss_scale
+
+    def dependence_of(self, message_id: MessageId) -> tuple[bool, ...] | None:
+        """Return `dependence` for a message: of a gradient that of its activation, as activations with other
+        tensors may have crossed since."""
+        if not message_id.training:
+            return self.dependence
+        if message_id.direction == "forward":
+            self._dependences[message_id.micro_batch] = self.dependence
+        return self._dependences.get(message_id.micro_batch, self.dependence)
 
     def context(self, message_id: MessageId, position: int) -> Context:
         """Return the context of the float tensor at `position` in a message.

@@ -97,6 +97,17 @@ def test_what_depends_on_parameters_changes_the_layout():
     assert boundaries("bf16", min_numel=x.numel())[0].forward.layout_of([x], now).exempt == [""]
 
 
+def test_a_gradient_has_the_layout_of_its_activation():
+    """With `dynamic_shape` an activation of more or fewer tensors may cross before it: the two sides
+    expected packets of different sizes."""
+    boundary, _ = boundaries("bf16", backward={"codec": "bf16"})
+    x = torch.randn(4, 64)
+    for number, boundary.dependence in enumerate([(True, False), (True,)]):
+        boundary.forward.layout_of([x] * (2 - number), boundary.forward.message_id(0, number))
+    assert boundary.backward.layout_of([x, x], boundary.backward.message_id(0, 0)).exempt == ["", MASK]
+    assert boundary.backward.layout_of([x], boundary.backward.message_id(0, 1)).exempt == [""]
+
+
 def test_a_lone_mask_is_sent_uncompressed():
     """It was compressed, as the only float tensor of its message: its finfo.min arrived as nan."""
     sender, receiver = boundaries({"name": "quantize", "bits": 8})
