@@ -94,9 +94,10 @@ def gradients_key(kind: str) -> str:
 
 
 def load_side(root: Path, tag: str, rank: Rank, side: Side, step: int) -> Found:
-    """Search the files of checkpoint `tag` for `side`."""
-    found = _search(rank.shards(Path(root, tag)), side.key, side.settings, step, side.boundary.check)
-    return Found(RESTORED) if found.status == ABSENT and not side.has_state else found
+    """Search the files of checkpoint `tag` for `side`; without state there is nothing to restore."""
+    if not side.has_state:
+        return Found(RESTORED)
+    return _search(rank.shards(Path(root, tag)), side.key, side.settings, step, side.boundary.check)
 
 
 def load_gradients(root: Path, tag: str, rank: Rank, traffic: Any, step: int) -> Found:

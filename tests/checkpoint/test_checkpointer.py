@@ -151,25 +151,43 @@ def test_a_checkpoint_with_options_that_are_gone_is_read(tmp_path):
         assert pipeline.same_weights(ours["loaded"], theirs["saved"])
 
 
-def save_without_us(folder):
-    build(2, ds_config()).save_checkpoint(str(folder), tag="stock")
+def save_untrained(folder, block):
+    build(2, ds_config(block)).save_checkpoint(str(folder), tag="saved")
 
 
-def warnings_of_loading(folder, directions):
-    engine, warnings = build(2, ds_config({**directions, "min_numel": 0})), log_lines()
-    engine.load_checkpoint(str(folder), tag="stock")
+def warnings_of_loading(folder, block):
+    engine, warnings = build(2, ds_config(block)), log_lines()
+    engine.load_checkpoint(str(folder), tag="saved")
     return warnings
 
 
-@pytest.mark.parametrize("codec, feedback", [("none", "none"), (QUANTIZE, "none"), (TOPK, "ef")])
-def test_only_what_has_state_starts_from_zero(codec, feedback, tmp_path):
-    """Recipe `none` said so of each boundary when it loaded a checkpoint of DeepSpeed alone."""
-    run_ranks(2, save_without_us, tmp_path)
+def both_ways(codec, feedback):
     direction = {"codec": codec, "feedback": feedback}
-    first, _ = run_ranks(2, warnings_of_loading, tmp_path, {"forward": direction, "backward": direction})
-    said = "state of channels starts from zero: the checkpoint has none for both sides (layer 4, replica 0)"
-    line = f"ds_compress: {tmp_path}/stock: {said}"
-    assert [each for each in first if "starts from zero" in each] == [line] * (feedback != "none")
+    return {"forward": direction, "backward": direction, "min_numel": 0}
+
+
+STATELESS, STATEFUL = both_ways(QUANTIZE, "none"), both_ways(TOPK, "ef")
+
+
+@pytest.mark.parametrize(
+    "saved, loaded, why",
+    [
+        (None, both_ways("none", "none"), ""),
+        (None, STATEFUL, "the checkpoint has none for both sides"),
+        (both_ways("bf16", "none"), STATELESS, ""),
+        (STATEFUL, STATELESS, ""),
+        (STATELESS, STATEFUL, "its settings have changed"),
+    ],
+)
+@pytest.mark.extended(keep=3)
+def test_only_what_has_state_starts_from_zero(saved, loaded, why, tmp_path):
+    """Recipe `none` said so of each boundary when it loaded a checkpoint of DeepSpeed alone, and one of a
+    codec without state when another one had been used before."""
+    run_ranks(2, save_untrained, tmp_path, saved)
+    first, _ = run_ranks(2, warnings_of_loading, tmp_path, loaded)
+    said = f"state of channels starts from zero: {why} (layer 4, replica 0)"
+    line = f"ds_compress: {tmp_path}/saved: {said}"
+    assert [each for each in first if "starts from zero" in each] == [line] * bool(why)
 
 
 def saved_at(folder, stage, layer):
