@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,8 +23,10 @@ from ds_compress.errors import CompressionError
 from ds_compress.kernels import backends
 from ds_compress.kernels.backends import reference
 from ds_compress.transport.collectives import own_keys
+from tests.support.calls import wrapped
 from tests.support.pipeline import batches, build, ds_config
 from tests.support.ranks import run_ranks
+from tests.support.refusals import refusal
 
 
 def start(configs, timeout=None):
@@ -104,6 +108,19 @@ def test_a_rank_without_the_key_is_named(absent):
     results = run_ranks(2, start, configs, 1.0, check=False)
     error = results[1 - absent]
     assert f"rank {absent} did not answer within 1 s: is ds_compress installed there" in error
+
+
+def test_rank_0_stays_until_the_others_have_read_why():
+    """The store goes with it, and they would learn that the connection was lost."""
+    keys = torch.distributed.HashStore()
+    late = SimpleNamespace(
+        set=keys.set, wait=keys.wait, get=wrapped(keys.get, before=lambda key: time.sleep(0.2))
+    )
+    with ThreadPoolExecutor(2) as ranks:
+        other = ranks.submit(refusal, agree, late, 1, 2, {"seed": 2}, 60)
+        line = refusal(agree, keys, 0, 2, {"seed": 1}, 60)
+        assert keys.check(["1/read"])
+        assert other.result() == line and line.startswith("ds_compress.seed: rank 0 has 1, rank 1 has 2")
 
 
 OLDER = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}

@@ -128,6 +128,7 @@ def test_what_is_made_twice_leaves_once():
     lookahead = Lookahead(GivenSchedule([ForwardPass(0), SendActivation(0)]))
     for step in lookahead.steps():
         for _ in step:
-            assert not lookahead.leaves_early(ForwardPass, 1), "a pass that a program runs inside of another"
+            for nested in ((ForwardPass, 1), (BackwardPass, 0)):
+                assert not lookahead.leaves_early(*nested), "a pass that a program runs inside of another"
             assert [lookahead.leaves_early(ForwardPass, 0) for _ in range(2)] == [True, False]
             break

@@ -229,12 +229,13 @@ def test_a_run_near_zero_loss_is_not_stopped(codec, unit):
 
 def test_a_resumed_run_knows_its_first_loss():
     guard, resumed = (Guard(Config({"forward": FINE}), 0, 1) for _ in range(2))
-    for loss in (math.nan, 8.0, 1.0):
+    for loss in (math.nan, -8.0, 1.0):
         guard._note_loss(torch.tensor(loss))
     resumed.resume(None, json.loads(json.dumps(guard.state())), {})
     assert resumed.state() == guard.state() == {"first_loss": 8.0}
-    resumed.resume(None, {"first_loss": "x"}, {})
-    assert resumed.state() == {"first_loss": None}
+    for damaged in ("x", math.inf):
+        resumed.resume(None, {"first_loss": damaged}, {})
+        assert resumed.state() == {"first_loss": None}
 
 
 def test_errors_are_looked_at_where_nothing_is_written():
@@ -349,6 +350,8 @@ def test_a_loss_that_is_lower_with_compression_does_not_hurt(compressed, meaning
     assert meaning in refusal(guard._judge, engine, compressed, 2.0)
     guard._worst = LOSSLESS._replace(error=0.9)  # above its own limit, for which there is another warning
     guard._judge(engine, 2.0, 2.0)
+    guard._judge(engine, 0.0, 0.0)
+    assert "(all of it; ds_compress.guard.loss: 2%): it hurts" in refusal(guard._judge, engine, 0.1, 0.0)
 
 
 def judged(config, folder, saved=0):

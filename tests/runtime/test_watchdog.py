@@ -364,6 +364,19 @@ def test_a_rank_that_waits_for_a_transfer_is_seen(by):
     assert place and place == before and arrived.tolist() == [1, 1]
 
 
+def test_a_rank_waits_if_two_ticks_find_it_at_one_transfer(job, monkeypatch):
+    rank, places = job.ranks[0], iter([5, 5, 0, 0, 6, 7, 7, 7])
+    monkeypatch.setattr(watchdog, "_transfer_of", lambda thread: next(places))
+    found = []
+    job.enter(0)
+    for _ in range(7):
+        Watchdog._look(rank)
+        found.append(rank._is_waiting)
+    job.leave(0)  # and its thread waits for what takes no other ranks
+    Watchdog._look(rank)
+    assert [*found, rank._is_waiting] == [False, True, False, False, False, False, True, False]
+
+
 def test_nobody_is_late_while_the_machine_sleeps(job):
     job.enter(*range(RANKS))
     for _ in range(4):
