@@ -99,7 +99,7 @@ class Rounds:
         self._slots = slots
         self._options = options
         self._limit = patience(options)
-        self._posted: list[int] = []  # rounds whose packets of this rank are in the store
+        self._deletes = False  # whether this replica deletes old rounds, for all
         self._own: tuple[int, str, Tensor | None] = -1, "", None  # round, digest and bytes of its last packet
         self._last_beat = -BEAT_S
         self._moved_chunks = 0
@@ -170,7 +170,8 @@ class Rounds:
         """
         began = time.monotonic()
         self._sender.hold(anchor, position)
-        self._purge(position.round)
+        if self._deletes:
+            self._board.delete_rounds(self._slot, self._first_kept(position.round))
         self._sender.hand_over(self.number, self._kept_rounds)
         delta, base = anchor.values - sent, anchor.values
         number = self._open_round(exchange, position)
@@ -180,7 +181,6 @@ class Rounds:
         self.tend()  # of a replica that has ended the codec may be in use again
         before = codec.residuals()
         packet = codec.encode(delta, number, self.number)
-        self._posted.append(number)
         self._own = number, self._board.put_packet(number, self._slot, self.number, packet), packet
         if self._launch.say_sent(exchange, self._slots):
             self._board.come(number, self.number)
@@ -269,8 +269,7 @@ class Rounds:
             assert total is not None
             anchor = anchor.step(total / len(members), self._options)
         before, position = position, position.after(text)
-        if members and self.number == min(members):
-            self._board.delete_rounds(self._slot, self._first_kept(number))
+        self._deletes = not members or self.number == min(members)
         if self._slot == 0:
             self._board.move_head(before, position)
         self.take_part(anchor, position)
@@ -377,18 +376,10 @@ class Rounds:
         return ready
 
     def _first_kept(self, number: int) -> int:
-        """Return the first round whose packets are needed when round `number` is the last one."""
+        """Return the first round whose packets are needed when round `number` is open."""
         given = [each[0] for each in self._board.newcomers().values() if each is not None]
         needed = [each for each in given if each > number - self._kept_rounds]
         return min([number - KEPT_ROUNDS + 1, *needed])
-
-    def _purge(self, number: int) -> None:
-        """Delete the packets of this rank that nobody needs when round `number` is open."""
-        if self._posted and self._posted[0] <= number - KEPT_ROUNDS:
-            first = self._first_kept(number)
-            for each in [each for each in self._posted if each < first]:
-                self._board.delete_packet(each, self._slot, self.number)
-            self._posted = [each for each in self._posted if each >= first]
 
     def _wait(self, ready: Callable[[], Found | None], what: str) -> Found:
         """Return what `ready` returns, when it is not None.

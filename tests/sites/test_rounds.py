@@ -624,8 +624,10 @@ def test_replicas_with_codecs_of_their_own_have_the_same_anchor(store):
 
 
 def test_rounds_of_too_few_leave_the_anchor_and_keep_no_more_for_a_newcomer(store):
-    """Nothing was summed, so all was kept: the store grew with every round."""
+    """Nothing was summed, so all was kept: the store grew with every round. And before the first round with
+    members only who had sent a packet deleted it, and nobody the other keys of a round."""
     launch = Launch(store, quorum=2, grace_s=0.01)
+    launch.slots[1]._board.put_packet(0, 1, 77, torch.zeros(4, dtype=torch.uint8))  # of one that is killed
     start = launch.anchors
     Launch(store, digest="other").catch_up()
     eventually(lambda: launch.slots[0]._board.newcomers())
@@ -635,6 +637,7 @@ def test_rounds_of_too_few_leave_the_anchor_and_keep_no_more_for_a_newcomer(stor
         assert {slot._kept_rounds for slot in launch.slots} == {KEPT_ROUNDS}
     assert torch.equal(launch.anchors[0].values, start[0].values)
     assert launch.position.round == 2 * KEPT_ROUNDS
+    assert not [key for key in store.list_keys() if key.startswith(f"{PREFIX}0/")]
 
 
 def test_a_replica_that_cannot_read_the_packets_of_most_does_not_decide(store):
