@@ -162,8 +162,6 @@ class Board(Keys):
         text = self._read("newcomers") or ""
         while (new := change(_newcomers(text))) is not None:
             wanted = json.dumps(new)
-            if wanted == text:
-                return True
             text = self._decide("newcomers", wanted, text)
             if text == wanted:
                 return True

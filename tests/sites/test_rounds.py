@@ -273,6 +273,59 @@ def test_a_slot_that_begins_late_takes_its_part(store):
     newcomer.waits = [*waits, newcomer.pool.submit(late.catch_up, NUMEL, "own")]
     newcomer.take_anchor(first)
     assert_alike([first, newcomer])
+    for slot in range(SLOTS):  # as if who sent it had died before it deleted that
+        late._board.say_taken(newcomer.number, slot, 2)
+    play([first, newcomer], [0.1, 0.1])
+    assert late._board.newcomers() == {} and not [key for key in store.list_keys() if "/anchor/" in key]
+
+
+@pytest.mark.parametrize("says", [-1, None])
+def test_who_hands_over_hears_at_once_that_a_newcomer_takes_no_more(store, says, monkeypatch):
+    monkeypatch.setattr(handover, "LOOK_S", 0.0)
+    first, newcomer = Launch(store), Launch(store, digest="another")
+    board = newcomer.slots[0]._board
+    board.say_taken(newcomer.number, 0, 0)
+    board.ask_for_anchor(newcomer.number)
+    first.slots[0].idle()
+    assert board.shipment(newcomer.number, 0).sent
+    if says is None:
+        board.end_shipment(newcomer.number, 0)
+    else:
+        board.say_taken(newcomer.number, 0, says)
+    hand_over_until(first, lambda: not first.slots[0]._sender._uploads)
+    assert board.newcomers() == {} and board.shipment(newcomer.number, 0) is None
+
+
+def test_a_slot_hands_over_the_anchor_that_was_given_and_only_once(store):
+    """Slots apply the outcome of a round one after the other."""
+    launch = Launch(store)
+    slot, own = launch.slots[1]._sender, launch.slots[1]._launch
+    for handed, uploads in (({5: 1}, 0), ({5: 0}, 1), ({5: 0}, 1), ({}, 1)):
+        own.set_handed(handed)
+        slot.begin_uploads()
+        assert len(slot._uploads) == uploads
+    assert not slot._handed
+
+
+def test_one_replica_gives_a_newcomer_its_anchor(store):
+    board = Board(store)
+    board.ask_for_anchor(5)
+    assert board.give_anchor(5, 0, 1) and not board.give_anchor(5, 0, 2)
+    assert board.newcomers() == {"5": [0, 1]}
+    board.forget_newcomer(5)
+    assert not board.give_anchor(5, 0, 1) and board.newcomers() == {}
+
+
+def test_a_replica_with_another_anchor_than_the_others_is_told(store):
+    board, start = Board(store), Position(0, "first")
+    board.head(start)
+    ours, theirs = start.after("ours"), start.after("theirs")
+    board.move_head(start, ours)
+    board.move_head(start, ours)
+    assert "has gone on with another anchor" in refusal(board.move_head, start, theirs)
+    board.move_head(ours, ours.after("next"))
+    board.move_head(start, theirs)  # of one that is behind nobody knows
+    assert board.head() == ours.after("next")
 
 
 @pytest.fixture
@@ -382,6 +435,7 @@ def test_what_is_said_to_be_there_is_there_over_every_connection(store, monkeypa
     for other in (shipment._replace(position=Position(0, "other")), shipment):
         take = Board(client_of(store)).take
         assert "damaged on its way" in refusal(take, 2, 0, taken, int(other is shipment), other)
+    assert "part 0 of an anchor has 100 bytes, expected 99" in refusal(take, 2, 0, [packet[:99]], 0, shipment)
 
 
 class Cut:
@@ -450,6 +504,35 @@ def test_who_moves_chunks_tends_and_gives_up_a_silent_connection(store, monkeypa
     with pytest.raises(RuntimeError, match="is silent"):
         board.put_packet(1, 0, 1, packet)
     answers.set()
+
+
+def test_a_slot_waits_as_long_as_another_one_makes_progress(store, clock):
+    """What is awaited comes after 1,500 s; later nothing moves, and 360 s are the limit."""
+    waiting, moving = Launch(store).slots
+    looks = []
+
+    def ready():
+        clock.now += 150.0
+        looks.append("")
+        moving._board.chunks.moved += len(looks) % 3 == 0 and len(looks) < 10
+        moving.tend()
+        return looks if len(looks) == 10 else None
+
+    assert waiting._wait(ready, "a packet") is looks
+    assert "a packet did not come within 360 s" in refusal(waiting._wait, ready, "a packet")
+    assert len(looks) < 20
+
+
+def test_one_that_lives_and_does_not_vote_is_waited_for_as_long_as_a_transfer_takes(store, clock):
+    launch = Launch(store, grace_s=1.0)
+    board, began = launch.slots[0]._board, clock.now
+    outcome = launch.slots[0]._vote_counter(0, [1, 2])
+    board.vote(0, 1, [2])
+    while clock.now - began < rounds_module.TRANSFER_S:
+        board.say_alive(0, 2)
+        assert outcome() is None
+        clock.now += 5.0
+    assert members_of(outcome()) == (1,)
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
@@ -537,6 +620,7 @@ def test_a_newcomer_goes_on_alone_if_all_others_are_gone(store, monkeypatch):
     newcomer = Launch(store, digest="another", grace_s=0.3)  # the other one was announced
     found = [future.result(PATIENCE) for future in newcomer.catch_up()]
     assert [anchor for anchor, _ in found] == [None, None]
+    assert newcomer.slots[0]._board.newcomers() == {}
     newcomer.position = found[0][1]
     ((result, _),) = play([newcomer], [0.1])
     assert result.members == (newcomer.number,)
@@ -638,6 +722,9 @@ def test_rounds_of_too_few_leave_the_anchor_and_keep_no_more_for_a_newcomer(stor
     assert torch.equal(launch.anchors[0].values, start[0].values)
     assert launch.position.round == 2 * KEPT_ROUNDS
     assert not [key for key in store.list_keys() if key.startswith(f"{PREFIX}0/")]
+    own = launch.slots[0]._launch
+    assert not own._has("sent/1") and own.exchange(launch.exchanges) == launch.position.round - 1
+    assert own.exchange(1) is own.checked(1, 0) is None, "what slots said of rounds before"
 
 
 def test_a_replica_that_cannot_read_the_packets_of_most_does_not_decide(store):
