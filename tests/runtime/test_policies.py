@@ -1,6 +1,7 @@
 """Policies on real ranks: alike on all of them, whatever each has measured; what they decide from."""
 
 import json
+import math
 import shutil
 from types import SimpleNamespace
 
@@ -259,6 +260,19 @@ def test_norms_of_messages_with_float64():
     tensors = [torch.tensor([3.0]), torch.tensor([4.0], dtype=torch.float64)]
     norms.before(SeenMessage(channel, MessageId(0, "backward"), tensors))
     assert norms.take() == [5.0, 1.0]
+
+
+def test_a_norm_that_is_not_finite_does_not_count():
+    """As one of fp16 that overflowed: the mean of its interval is that of the others."""
+    norms, message_id = (
+        GradientNorms(Config({}), 2, "cpu"),
+        SimpleNamespace(training=True, step=0, boundary=1),
+    )
+    channel = SimpleNamespace(boundary=SimpleNamespace(loss_scale=2.0))
+    for value in (6.0, math.inf, math.nan, 10.0):
+        tensors = [torch.tensor([value]), torch.tensor([7])]
+        norms.before(SimpleNamespace(message_id=message_id, tensors=tensors, channel=channel))
+    assert norms.take() == [0.0, 0.0, 8.0, 2.0] and norms.take() == [0.0] * 4
 
 
 HEARD_STEPS, EVERY = 6, 2

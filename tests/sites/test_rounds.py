@@ -778,7 +778,15 @@ def test_no_rank_downloads_its_own_packet(store):
 
 
 ROUND_KEYS = [f"0/{key}" for key in ("outcome", "candidates", "came", "votes")]
-VALUES = {"nothing": "", "cut": "{", "list": "[1]", "text": '"x"', "bytes": b"\xff", "large": "9" * 5000}
+VALUES = {
+    "nothing": "",
+    "cut": "{",
+    "list": "[1]",
+    "text": '"x"',
+    "bytes": b"\xff",
+    "large": "9" * 5000,
+    "nested": "[[1]]",
+}
 
 
 @pytest.mark.extended(keep=4)

@@ -129,6 +129,33 @@ def test_a_receive_that_holds_the_device_is_posted_when_it_is_asked_for(holds, p
     assert counts == posted
     receiver.receive(64)  # one that nobody announced
     assert len(posts) == 5
+    receiver.set_depth(2)
+    receiver.expect(64, 4)
+    assert len(posts) == (5 if holds else 8)
+
+
+def test_a_sender_waits_for_the_oldest_packet_and_keeps_memory_of_one_size(monkeypatch):
+    sent, waited = [], []
+
+    class Transport:
+        def isend(self, memory, peer, groups):
+            number = len(sent)
+            sent.append(memory.data_ptr())
+            return SimpleNamespace(wait=lambda timeout: waited.append(number))
+
+    monkeypatch.setattr(p2p, "transport_for", lambda device: Transport())
+    sender, most = EagerSender(1, CPU), [p2p.packets_in_flight(depth) for depth in (1, 3)]
+    for _ in range(most[0] + 2):
+        sender.send(sender.memory(64))
+    assert waited == [0, 1]
+    sender.set_depth(3)
+    for _ in range(2):
+        sender.send(sender.memory(64))
+    assert waited == [0, 1]
+    sender.drain()
+    assert waited == [*range(len(sent))] and len(set(sent)) == most[1]
+    sender.memory(128)
+    assert not sender._free
 
 
 def test_errors_of_this_ranks_own_device_are_not_blamed_on_a_neighbour():
@@ -139,6 +166,6 @@ def test_errors_of_this_ranks_own_device_are_not_blamed_on_a_neighbour():
 
 def test_an_interrupted_batch_is_named(posts):
     receiver = EagerReceiver(0, CPU)
-    receiver.expect(64, 2)
-    with pytest.raises(CompressionError, match="2 packets from rank 0 that were expected never came"):
+    receiver.expect(64, 4)  # two are posted
+    with pytest.raises(CompressionError, match="4 packets from rank 0 that were expected never came"):
         receiver.expect(64, 2)
