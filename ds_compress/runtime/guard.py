@@ -128,7 +128,6 @@ class Guard(RuntimePart):
             return
         modes: tuple[Mode, Mode] = "compressed", "uncompressed"
         compressed, plain = _mean(engine, *(self._loss(engine, replay, mode) for mode in modes))
-        self.batches.clear()
         if not math.isfinite(plain):
             return
         write(engine, {LOSS_COST: compressed - plain})
