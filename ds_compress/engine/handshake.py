@@ -39,9 +39,11 @@ def agree(
     if rank == 0:
         verdict = _verdict(keys, world_size, timeout)
         keys.set("verdict", json.dumps(verdict))
-        # rank 0 often hosts the store: it must not go away before the others have read why
+        # rank 0 often hosts the store: it must not go away before the others have read why; if one of them
+        # is absent, those that are late have had that time, too
+        late = False
         for other in range(1, world_size) if verdict else ():
-            _wait(keys, f"{other}/read", 1)
+            late = not _wait(keys, f"{other}/read", 0.1 if late else 1) or late
     else:
         # a little longer than rank 0 waits, so that its verdict arrives rather than a time-out of our own
         if not _wait(keys, "verdict", timeout + 5):
