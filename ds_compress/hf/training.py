@@ -16,13 +16,13 @@ from deepspeed import comm as dist
 from transformers import AutoTokenizer, PretrainedConfig, get_scheduler
 
 from ds_compress.engine.deepspeed import load_own_file_only, weights_file
-from ds_compress.errors import CompressionError, failures_at, in_one_line
+from ds_compress.errors import CompressionError, failures_at, in_one_line, shown, shown_key
 from ds_compress.hf.collective import gather_digests, raised_on_all_ranks
 from ds_compress.hf.data import IDS, Sequences
 from ds_compress.hf.input_checks import check_launch, check_length, check_tokens, zero_stage
 from ds_compress.hf.model import load_config, pipeline_module
 from ds_compress.hf.run_folder import BEST, RunFolder, checkpoint_name
-from ds_compress.hf.settings import NAME, Settings
+from ds_compress.hf.settings import NAME, Settings, read_settings
 from ds_compress.monitor.monitor import record_results, record_settings
 from ds_compress.monitor.progress import Progress
 
@@ -117,18 +117,61 @@ class FinetuneRun:
                 self.folder.collect_weights(step)
 
     def resume(self) -> None:
-        """Load the last complete checkpoint, if there is one."""
-        engine, root = self.engine, str(self.folder.path)
+        """Load the last complete checkpoint, if there is one.
+
+        The optimizer's options, such as the learning rate, become those of train.json, which may have
+        changed; but a "scheduler" in `ds_config` goes on as it was saved.
+        """
+        engine, settings, root = self.engine, self.settings, str(self.folder.path)
         step = self.folder.find_last_step(weights_file(engine))
         if step is None:
             return
+        changed = self._list_changes(checkpoint_name(step))
+        options = [dict(group) for group in engine.basic_optimizer.param_groups]
         load_own_file_only(engine)
-        with failures_at(f"{NAME}.out: {checkpoint_name(step)} cannot be loaded"):
-            _, state = engine.load_checkpoint(root, checkpoint_name(step))
+        with failures_at(f"{NAME}.out: {checkpoint_name(step)} cannot be loaded{changed}"):
+            _, state = engine.load_checkpoint(
+                root, checkpoint_name(step), load_lr_scheduler_states=settings.lr_schedule is None
+            )
+        if "scheduler" not in settings.ds_config:
+            for group, own in zip(engine.basic_optimizer.param_groups, options):
+                group.update({**own, "params": group["params"]})
+        if settings.lr_schedule:
+            self._advance_schedule(engine.global_steps - engine.skipped_steps)
         self.evaluations = state.get("evaluations", {})
         if self._best_step == step:  # the run may have been stopped before it wrote the name
             self.folder.name_complete(step, BEST)
-        self._say(f"goes on from step {engine.global_steps}")
+        self._say(f"goes on from step {engine.global_steps}{changed}")
+
+    def _advance_schedule(self, done: int) -> None:
+        """Have `lr_schedule` go on after `done` steps: like the data, the rate follows from their number."""
+        schedule = self.engine.lr_scheduler
+        schedule.last_epoch = done
+        for group, base, factor in zip(
+            self.engine.basic_optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas
+        ):
+            group["lr"] = base * factor(done)
+
+    def _list_changes(self, checkpoint: str) -> str:
+        """Name what differs from the settings of the last start, as a part of a line; empty if nothing does.
+
+        Raises:
+            CompressionError: on every rank, if the optimizer is of another type: the state of one makes
+                others fail in their first step.
+        """
+        try:
+            before = read_settings(self.folder.path / NAME).model_dump(mode="json")
+        except CompressionError:  # a start that was killed as it wrote them
+            return ""
+        changed = list(_differing_paths(before, self.settings.model_dump(mode="json")))
+        with raised_on_all_ranks():
+            if "ds_config.optimizer.type" in changed:
+                raise CompressionError(
+                    f"{NAME}.ds_config.optimizer.type: {shown(self.settings.ds_config['optimizer']['type'])} "
+                    f"is not allowed: {checkpoint} in {self.folder.path} has the state of "
+                    f"{shown(before['ds_config']['optimizer']['type'])}; use that, or choose a new folder"
+                )
+        return f" (changed since its last start: {', '.join(changed)})" if changed else ""
 
     def train(self) -> None:
         """Train up to the last step, or until `early_stop`; save when it is due, and at the end."""
@@ -310,6 +353,16 @@ def complete_ds_config(settings: Settings, dtype: torch.dtype | None) -> dict[st
         defaults = {"data_types": {"grad_accum_dtype": "fp32"}, "zero_allow_untested_optimizer": True}
         config = defaults | config
     return config
+
+
+def _differing_paths(before: Any, now: Any, path: str = "") -> Iterator[str]:
+    """Yield the JSON paths at which two values differ."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted(before.keys() | now.keys()):
+            below = f"{path}.{shown_key(key)}" if path else shown_key(key)
+            yield from _differing_paths(before.get(key), now.get(key), below)
+    elif before != now:
+        yield path
 
 
 def _perplexity_of(loss: float) -> float:
