@@ -4,6 +4,7 @@ Machines that share no folder keep the checkpoints of their own stages, which is
 run ends, rank 0's machine receives the weights of all stages, which `ds-compress merge` reads.
 """
 
+import fcntl
 import json
 import re
 import secrets
@@ -21,6 +22,8 @@ LATEST = "latest"
 """File that names the last complete checkpoint, for DeepSpeed and for `merge`."""
 BEST = "best"
 """File that names the checkpoint with the lowest perplexity."""
+LOCK = ".lock"
+"""File that a process of each machine locks while it runs."""
 CHUNK = 16 * 2**20
 """Bytes of a file that are sent at once."""
 
@@ -35,8 +38,9 @@ class RunFolder:
             replicas: data-parallel replicas of the pipeline.
 
         Raises:
-            CompressionError: on every rank, if one of them cannot write to the folder; or if replicas of a
-                stage do not share it: only the first of them writes the weights that all of them resume from.
+            CompressionError: on every rank, if one of them cannot write to the folder; if another run has not
+                ended that writes to it; or if replicas of a stage do not share it: only the first of them
+                writes the weights that all of them resume from.
         """
         self.path = path
         self._rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -53,6 +57,7 @@ class RunFolder:
         self.is_owner = self._owners[self._rank] == self._rank
         """Whether this rank writes what its folder has once."""
         own.unlink()
+        self._lock()
         for rank in range(ranks):
             first = rank - rank % replicas  # DeepSpeed numbers the replicas of a stage one after the other
             if self._owners[rank] != self._owners[first]:
@@ -61,6 +66,24 @@ class RunFolder:
                     "the same stage; should be a folder that all machines share, or a hostfile that puts the "
                     "replicas of a stage on one machine"
                 )
+
+    def _lock(self) -> None:
+        """Keep other runs out of the folder until this process ends.
+
+        Ranks train on where their launcher was killed, and the checkpoints of two runs would mix.
+        """
+        with self.write(LOCK):
+            if self.is_owner:
+                self._locked = (self.path / LOCK).open("a")  # closed, it would be free again
+                try:
+                    fcntl.lockf(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except (BlockingIOError, PermissionError):
+                    raise CompressionError(
+                        f"{NAME}.out: {self.path}: a run that has not ended writes there; end its processes, "
+                        "also where its launcher has ended, or choose a new folder"
+                    ) from None
+                except OSError:  # a file system without locks
+                    pass
 
     def name_complete(self, step: int, name: str = LATEST) -> None:
         """Name the checkpoint of `step`, which is complete, as `name` says, in every folder.

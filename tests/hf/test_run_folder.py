@@ -1,5 +1,6 @@
 """Checkpoints of machines without a shared folder, and of ranks of which one is slow: nothing is lost."""
 
+import fcntl
 import re
 import resource
 import shutil
@@ -81,6 +82,17 @@ def test_replicas_need_a_folder_of_their_stage(tmp_path):
     assert first == second
     assert first.startswith("train.json.out: rank 1 does not see what rank 0 writes there, and both train")
     assert run_ranks(2, lambda: RunFolder(machine(tmp_path), 1).is_shared) == [False, False]
+
+
+def test_a_folder_in_which_a_run_goes_on_is_refused(tmp_path):
+    """Ranks whose launcher had been killed trained on, and the run that was started again wrote among their
+    checkpoints."""
+    with (tmp_path / ".lock").open("a") as other:
+        fcntl.lockf(other, fcntl.LOCK_EX)
+        first, second = run_ranks(2, lambda: refusal(RunFolder, tmp_path, 1))
+    assert first.startswith(f"train.json.out: {tmp_path}: a run that has not ended writes there; ")
+    assert second == f"{first} [rank 0]"
+    assert run_ranks(2, lambda: RunFolder(tmp_path, 1).is_shared) == [True, True]
 
 
 def last_step(folder):
