@@ -1,5 +1,6 @@
 """One rank of a fine-tuning run: data, model and engine, training with checkpoints, evaluation."""
 
+import errno
 import json
 import math
 import os
@@ -241,11 +242,22 @@ class FinetuneRun:
         return sum(each.raw_bytes for each in sent), sum(each.wire_bytes for each in sent)
 
     def _record(self, step: int, loss: float) -> None:
-        """Append a line to losses.jsonl."""
-        file = self.folder.path / "losses.jsonl"
-        if self.is_first:
-            with failures_at(f"{NAME}.out: {file} cannot be written"), file.open("a") as lines:
-                print(json.dumps({"step": step, "loss": loss}), file=lines)
+        """Append a line to losses.jsonl, whole or not at all.
+
+        One that cannot be written does not stop training: whether there is space for a checkpoint shows when
+        it is due, on all ranks.
+        """
+        if not self.is_first:
+            return
+        file, line = self.folder.path / "losses.jsonl", json.dumps({"step": step, "loss": loss}) + "\n"
+        try:
+            with file.open("ab", buffering=0) as lines:
+                end = lines.tell()
+                if lines.write(line.encode()) < len(line):
+                    lines.truncate(end)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self._say(f"{NAME}.out: {file}: step {step} cannot be written: {error.strerror}")
 
     def _save(self) -> None:
         """Save a checkpoint, and name it once every rank has written its part.

@@ -165,6 +165,30 @@ def test_a_full_disk_of_one_machine_is_said_on_every_rank(tmp_path, block, size,
     assert expected in second and first == f"{second} [rank 1]"
 
 
+def fill_disk_at_losses(path):
+    """What rank 0 says if its disk has no space for the second line of losses."""
+    run, said = FinetuneRun(read_settings(path)), []
+    run._say = said.append
+    run._record = wrapped(
+        run._record,
+        before=lambda *_: allow_files_up_to(50),
+        after=lambda *_: allow_files_up_to(resource.RLIM_INFINITY),
+    )
+    run.train()
+    return said
+
+
+def test_a_loss_that_cannot_be_written_is_left_out(tmp_path):
+    """A part of its line was left, to which the next start appended, and the run ended: rank 0 with this
+    reason, the others with a traceback of gloo."""
+    path = prepare(tmp_path, steps=2, save_every=0)
+    first, second = run_ranks(2, fill_disk_at_losses, path)
+    file = tmp_path / "out" / "losses.jsonl"
+    assert first == [f"train.json.out: {file}: step 2 cannot be written: No space left on device"]
+    assert second == [] and list(losses(tmp_path / "out")) == [1]
+    assert (tmp_path / "out" / "latest").read_text() == "step2"
+
+
 def train_without_a_folder(path):
     """What a rank says if rank 1 cannot make the folder of the first checkpoint."""
     run = start(path)
