@@ -164,14 +164,17 @@ class FinetuneRun:
             before = read_settings(self.folder.path / NAME).model_dump(mode="json")
         except CompressionError:  # a start that was killed as it wrote them
             return ""
-        changed = list(_differing_paths(before, self.settings.model_dump(mode="json")))
+        now = self.settings.model_dump(mode="json")
+        changed = list(_differing_paths(before, now))
         with raised_on_all_ranks():
             if "ds_config.optimizer.type" in changed:
-                raise CompressionError(
-                    f"{NAME}.ds_config.optimizer.type: {shown(self.settings.ds_config['optimizer']['type'])} "
-                    f"is not allowed: {checkpoint} in {self.folder.path} has the state of "
-                    f"{shown(before['ds_config']['optimizer']['type'])}; use that, or choose a new folder"
-                )
+                saved, asked = (each["ds_config"]["optimizer"]["type"] for each in (before, now))
+                if saved.lower() != asked.lower():  # DeepSpeed takes "adam" for "Adam"
+                    raise CompressionError(
+                        f"{NAME}.ds_config.optimizer.type: {shown(asked)} is not allowed: {checkpoint} "
+                        f"in {self.folder.path} has the state of {shown(saved)}; use that, or choose a new "
+                        "folder"
+                    )
         return f" (changed since its last start: {', '.join(changed)})" if changed else ""
 
     def train(self) -> None:
