@@ -21,31 +21,41 @@ TOTALS = ("messages", "raw_bytes", "wire_bytes", "samples", "returned")
 COUNTERS = (*TOTALS, "message_raw_bytes", "message_wire_bytes")
 SIDES = 2  # of a channel: where it sends, where it receives
 
-CHANNEL = {
-    "raw_bytes": "bytes of the tensors, running total, evaluation included",
-    "wire_bytes": "bytes of the packets, headers included, running total, evaluation included",
-    "ratio": "raw over wire bytes, of the messages since the last value",
-    "token_error": "root of the mean over tokens of (||x - C(x)|| / ||x||)^2, of one message of the step",
-    "relative_error": "||x - C(x)|| / ||x|| of the whole message, most of it may be one token",
-    "cosine": "cosine similarity of x and C(x), same message",
-    "lost_rows": "share of the tokens that are not 0 and arrive as zeros, same message",
-    "gradient_error": "error of accumulated gradients: what 8 messages do not average out; 0 forward",
-    "hit_rate": "with aqsgd: share of the samples since the last value that had a buffer; else 0",
-    "buffer_bytes": "bytes of the feedback state at the sender",
-    "residual_norm": "norm of the error-feedback residual at the sender; 0 without one",
-    "residual_share": "norm of a message's residual, as a multiple of the message's norm",
-    "nonfinite_share": "share of the step's messages that contain inf or nan",
-    "encode_ms": "time in which the sender compresses, per step",
-    "send_ms": "time in which the sender is blocked until packets leave, per step",
-    "transfer_ms": "time of packets on the link, per step, if each takes as long as the fastest",
-    "link_busy": "transfer_ms as a share of the step",
-    "wait_ms": "time in which the receiver is blocked until packets arrive, idle time included, per step",
-    "decode_ms": "time in which the receiver decompresses, per step",
+SECTIONS = {
+    "Bytes": {
+        "wire_bytes": "bytes of the packets, headers included, running total, evaluation included",
+        "raw_bytes": "bytes of the tensors, running total, evaluation included",
+        "ratio": "raw over wire bytes, of the messages since the last value",
+        "link_busy": "transfer_ms as a share of the step",
+        "hit_rate": "with aqsgd: share of the samples since the last value that had a buffer; else 0",
+        "buffer_bytes": "bytes of the feedback state at the sender",
+    },
+    "Error": {
+        "token_error": "root of the mean over tokens of (||x - C(x)|| / ||x||)^2, of one message of the step",
+        "relative_error": "||x - C(x)|| / ||x|| of the whole message, most of it may be one token",
+        "cosine": "cosine similarity of x and C(x), same message",
+        "lost_rows": "share of the tokens that are not 0 and arrive as zeros, same message",
+        "gradient_error": "error of accumulated gradients: what 8 messages do not average out; 0 forward",
+        "residual_norm": "norm of the error-feedback residual at the sender; 0 without one",
+        "residual_share": "norm of a message's residual, as a multiple of the message's norm",
+        "nonfinite_share": "share of the step's messages that contain inf or nan",
+    },
+    "Time": {
+        "encode_ms": "time in which the sender compresses, per step",
+        "decode_ms": "time in which the receiver decompresses, per step",
+        "wait_ms": "time in which the receiver is blocked until packets arrive, idle time included, per step",
+        "send_ms": "time in which the sender is blocked until packets leave, per step",
+        "transfer_ms": "time of packets on the link, per step, if each takes as long as the fastest",
+    },
 }
+"""Quantities of a channel, by section of a dashboard."""
+CHANNEL = {name: meaning for own in SECTIONS.values() for name, meaning in own.items()}
 PIPELINE = {
     "step_ms": "duration of the step on the first stage",
     "uncompressed_step_ms": "estimated duration of the step with uncompressed messages, without codec time",
 }
+DASHBOARD = {**SECTIONS, "Time": PIPELINE | SECTIONS["Time"]}
+"""Sections of a dashboard with the quantity that each of their charts shows."""
 GRADIENTS = {"replicas": "between replicas", "tied": "of tied weights"}
 """Kinds of gradients that ranks exchange."""
 EXCHANGE = {
@@ -67,30 +77,6 @@ EVALUATIONS = {
     **{name: f"with eval both: loss of eval_batch with {way} messages" for way, name in EVAL_LOSS.items()},
 }
 """Values of evaluations, each of one state of the weights."""
-
-DASHBOARD = {
-    "Bytes": ("wire_bytes", "raw_bytes", "ratio", "link_busy", "hit_rate", "buffer_bytes"),
-    "Error": (
-        "token_error",
-        "relative_error",
-        "cosine",
-        "lost_rows",
-        "gradient_error",
-        "residual_norm",
-        "residual_share",
-        "nonfinite_share",
-    ),
-    "Time": (
-        "step_ms",
-        "uncompressed_step_ms",
-        "encode_ms",
-        "decode_ms",
-        "wait_ms",
-        "send_ms",
-        "transfer_ms",
-    ),
-}
-"""Sections of a dashboard with the quantity that each of their charts shows."""
 
 Channels = Sequence[Mapping[str, dict[str, float]]]
 """By boundary, direction and name."""
