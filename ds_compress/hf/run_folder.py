@@ -135,18 +135,35 @@ class RunFolder:
         """Copy the weights in the checkpoint of `step` from the other folders to rank 0's.
 
         Raises:
-            CompressionError: on every rank, if rank 0 cannot write them.
+            CompressionError: on every rank, if one cannot read its files, or rank 0 cannot write them.
         """
         folder = self.path / checkpoint_name(step)
-        failure = ""
         for source in sorted(set(self._owners) - {0}):
             files = sorted(folder.glob("layer_*")) if self._rank == source else []
             listed = json.dumps([(file.name, file.stat().st_size) for file in files]).encode()
             listed = broadcast_bytes(listed, gather_integers(len(listed))[source], source)
             for name, size in json.loads(listed):
-                failure = _try_copy(folder / name, size, source) or failure
-        if any(gather_integers(bool(failure))):
-            raise CompressionError(f"{NAME}.out: {failure or 'rank 0 could not write the weights'}")
+                self._copy_to_first(folder / name, size, source)
+
+    def _copy_to_first(self, file: Path, size: int, source: int) -> None:
+        """Copy `file` of rank `source` to the same path on rank 0. All ranks take part: none of them waits
+        longer than a chunk takes, however long the file is.
+        """
+        part = file.with_name(f"{file.name}.part")
+        for start in range(0, size, CHUNK):
+            length, data = min(CHUNK, size - start), b""
+            with raised_on_all_ranks(), failures_at(f"{NAME}.out: {file} cannot be read"):
+                if self._rank == source:
+                    with file.open("rb") as stored:
+                        stored.seek(start)
+                        data = stored.read(length)
+            data = broadcast_bytes(data, length, source)
+            with self.write(part.name):
+                if self._rank == 0:
+                    with part.open("ab" if start else "wb") as written:
+                        written.write(data)
+        if self._rank == 0:
+            part.replace(file)
 
 
 def checkpoint_name(step: int) -> str:
@@ -173,30 +190,3 @@ def read_name(path: Path, name: str) -> str | None:
             "name of the last complete folder beside it (step100) there, or choose a new folder"
         )
     return found[1].decode()
-
-
-def _try_copy(file: Path, size: int, source: int) -> str:
-    """Copy `file` of rank `source` to the same path on rank 0. All ranks take part: none of them waits longer
-    than a chunk takes, however long the file is.
-
-    Returns:
-        Why rank 0 could not write it, else an empty string.
-    """
-    failure = ""
-    part = file.with_name(f"{file.name}.part")
-    for start in range(0, size, CHUNK):
-        length, data = min(CHUNK, size - start), b""
-        if dist.get_rank() == source:
-            with file.open("rb") as stored:
-                stored.seek(start)
-                data = stored.read(length)
-        data = broadcast_bytes(data, length, source)
-        if dist.get_rank() == 0 and not failure:
-            try:
-                with part.open("ab" if start else "wb") as written:
-                    written.write(data)
-            except OSError as error:  # the others go on sending
-                failure = f"{part} cannot be written: {error.strerror}"
-    if dist.get_rank() == 0 and not failure:
-        part.replace(file)
-    return failure
