@@ -28,8 +28,8 @@ from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.engine.deepspeed import neighbour_stages, queue_message, take_queue
 from ds_compress.engine.intercept import PointToPoint, as_announced
 from ds_compress.engine.message_path import MessagePath
-from ds_compress.engine.mixin import CompressedEngine
-from ds_compress.engine.stage import Instruction, Stage
+from ds_compress.engine.mixin import RECEIVES, SENDS, CompressedEngine
+from ds_compress.engine.stage import Stage
 from ds_compress.engine.tied import reduce_tied_gradients
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary, Channel
@@ -108,10 +108,10 @@ class DualPipeVPath(MessagePath):
 
     def __init__(self, engine: Any, *args: Any):
         self._base: Any = super(CompressedDualPipeV, engine)
-        self._instruction = Instruction.SEND_ACTIVATION, 0  # the one in progress, and its phase
+        self._instruction = schedule.SendActivation, 0  # the one in progress, and its phase
         self._buffer_id = 0
         # the instruction, phase, buffer and tensors to fill of each packet queued to be received
-        self._arriving: list[tuple[Instruction, int, int, list[Tensor]]] = []
+        self._arriving: list[tuple[type, int, int, list[Tensor]]] = []
         self._timeouts: list[PeerTimeout] = []  # of each operation in DeepSpeed's queue
         super().__init__(engine, *args)
 
@@ -146,8 +146,8 @@ class DualPipeVPath(MessagePath):
         for phase, (before, after) in enumerate(stage.phases):
             upstream, downstream = neighbour_stages(engine, phase)
             for end, neighbour, receiving, sending in (
-                (before, upstream, Instruction.RECV_ACTIVATION, Instruction.SEND_GRAD),
-                (after, downstream, Instruction.RECV_GRAD, Instruction.SEND_ACTIVATION),
+                (before, upstream, schedule.RecvActivation, schedule.SendGrad),
+                (after, downstream, schedule.RecvGrad, schedule.SendActivation),
             ):
                 if end is None:
                     continue
@@ -185,20 +185,20 @@ class DualPipeVPath(MessagePath):
         assert boundary is not None
         return boundary
 
-    def run(self, kind: type, instruction: Instruction, buffer_id: int, phase: int) -> None:
-        """Run DeepSpeed's instruction of class `kind`: what it queues belongs to `instruction`."""
+    def run(self, instruction: type, buffer_id: int, phase: int) -> None:
+        """Run DeepSpeed's instruction: what it queues belongs to it."""
         self._instruction, self._buffer_id = (instruction, phase), buffer_id
-        self.original[kind](self.engine, buffer_id, phase)
+        self.original[instruction](self.engine, buffer_id, phase)
 
     def queue(self, tensors: list[Tensor]) -> None:
         """Queue one packet for the tensors that the instruction in progress sends or receives."""
         instruction, phase = self._instruction
-        if instruction is Instruction.SEND_ACTIVATION:
+        if instruction is schedule.SendActivation:
             boundary = self._boundary(phase, sends=True)
             tensors = as_announced(
                 boundary.forward, tensors, self.stage.announced.get(boundary.number, tensors)
             )
-        if instruction in (Instruction.SEND_ACTIVATION, Instruction.SEND_GRAD):
+        if instruction in SENDS:
             self.stage.dispatch(instruction, self._buffer_id, tensors, phase=phase)
         else:
             self.stage.post_receive(instruction, phase, tensors)
@@ -210,7 +210,7 @@ class DualPipeVPath(MessagePath):
             arrived = self.stage.fetch(instruction, buffer_id, tensors, phase=phase)
             for tensor, came in zip(tensors, arrived):
                 tensor.data = came
-            if instruction is Instruction.RECV_ACTIVATION:
+            if instruction is schedule.RecvActivation:
                 self.mark_received(tensors, self._boundary(phase, sends=False))
         self._arriving.clear()
         self._launch()  # a queue of sends alone, which no receive has launched
@@ -243,11 +243,11 @@ class DualPipeVPath(MessagePath):
                 own.wait(request, operation.peer, self.engine.device)
 
 
-def _around(kind: type, instruction: Instruction) -> Callable[..., None]:
-    """Return what runs instead of DeepSpeed's function for instructions of class `kind`."""
+def _around(instruction: type) -> Callable[..., None]:
+    """Return what runs instead of DeepSpeed's function for an instruction."""
 
     def run(engine: Any, buffer_id: int, phase: int) -> None:
-        engine.ds_compress.path.run(kind, instruction, buffer_id, phase)
+        engine.ds_compress.path.run(instruction, buffer_id, phase)
 
     return run
 
@@ -261,10 +261,7 @@ class CompressedDualPipeV(CompressedEngine):
     """Runs DeepSpeed's DualPipeV with every message in one packet."""
 
     _AROUND = {
-        schedule.SendActivation: _around(schedule.SendActivation, Instruction.SEND_ACTIVATION),
-        schedule.RecvActivation: _around(schedule.RecvActivation, Instruction.RECV_ACTIVATION),
-        schedule.SendGrad: _around(schedule.SendGrad, Instruction.SEND_GRAD),
-        schedule.RecvGrad: _around(schedule.RecvGrad, Instruction.RECV_GRAD),
+        **{kind: _around(kind) for kind in (*SENDS, *RECEIVES)},
         schedule.CommitP2P: _run_commit,
         schedule.ReduceTiedGrads: reduce_tied_gradients,
     }

@@ -15,14 +15,12 @@ from ds_compress.engine.deepspeed import instruction_map, is_deepspeeds, layer_r
 from ds_compress.engine.handshake import SharedWarning
 from ds_compress.engine.intercept import PointToPoint, Receiving, Sending, Specs, is_alike, refuse
 from ds_compress.engine.lookahead import ORDERED, Lookahead
-from ds_compress.engine.stage import Instruction, Stage, StepContext
+from ds_compress.engine.stage import Stage, StepContext
 from ds_compress.engine.wiring import wire
 from ds_compress.message.channel import Boundary, Channel
 from ds_compress.message.dependence import DependencyTracker
 from ds_compress.message.layout import as_list, tensors_in
 from ds_compress.transport.staging import receives_hold_device
-
-RECEIVED = {Instruction.RECV_ACTIVATION: schedule.RecvActivation, Instruction.RECV_GRAD: schedule.RecvGrad}
 
 
 class MessagePath:
@@ -110,7 +108,7 @@ class MessagePath:
 
     def tracked(self) -> DependencyTracker | None:
         """Return a context for instructions that compute what is sent, as long as a boundary needs it."""
-        ends = (end for (kind, _), end in self.stage.senders.items() if kind is Instruction.SEND_ACTIVATION)
+        ends = (end for (kind, _), end in self.stage.senders.items() if kind is schedule.SendActivation)
         is_open = any(end.channel.boundary.dependence is None for end in ends)
         return self.tracking if is_open else None
 
@@ -125,15 +123,15 @@ class MessagePath:
         if training or not engine.is_last_stage():
             self.post_activations()
         if stage.after is not None and training and engine.grad_layer is not None:
-            stage.post_receives(Instruction.RECV_GRAD, self._gradients_received())
+            stage.post_receives(schedule.RecvGrad, self._gradients_received())
 
     def post_activations(self) -> None:
         """Let activations be received ahead; in evaluation the last stage waits until it has loaded data. If
         data have run out, no packet comes, and the receive would be left for those of the next batch."""
         if self.stage.before is not None:
-            self.stage.post_receives(Instruction.RECV_ACTIVATION, tensors_in(self.engine.pipe_recv_buf))
+            self.stage.post_receives(schedule.RecvActivation, tensors_in(self.engine.pipe_recv_buf))
 
-    def send(self, instruction: Instruction, buffer_id: int, run: "functools.partial[None]") -> None:
+    def send(self, instruction: type, buffer_id: int, run: "functools.partial[None]") -> None:
         """Run a send instruction of the engine: what it sends leaves as packets, or is left to DeepSpeed.
 
         Raises:
@@ -143,7 +141,7 @@ class MessagePath:
         if not stage.in_schedule:
             stage.enter_unscheduled(self.step_context())
         end = stage.senders[instruction, 0]
-        before, forward = end.messages, instruction is Instruction.SEND_ACTIVATION
+        before, forward = end.messages, instruction is schedule.SendActivation
         gradients: Specs | None = None
         if not forward:
             inputs = engine.pipe_buffers["inputs"][buffer_id]
@@ -174,7 +172,7 @@ class MessagePath:
             self._note_left_alone(end.channel, sending)
 
     def receive(
-        self, instruction: Instruction, buffer_id: int, run: "functools.partial[None]", copies: bool
+        self, instruction: type, buffer_id: int, run: "functools.partial[None]", copies: bool
     ) -> None:
         """Run a receive instruction of the engine; `copies`: see `Receiving`.
 
@@ -185,7 +183,7 @@ class MessagePath:
         if not stage.in_schedule:
             stage.enter_unscheduled(self.step_context())
         end = stage.receivers[instruction, 0]
-        before, forward = end.messages, instruction is Instruction.RECV_ACTIVATION
+        before, forward = end.messages, instruction is schedule.RecvActivation
         if not forward and is_deepspeeds(run.func):
             self._check_gradients(buffer_id, end.channel.boundary)
         receiving = Receiving(
@@ -251,7 +249,7 @@ class MessagePath:
         return not is_left and is_ours and is_deepspeeds(self.original[send])
 
     @contextmanager
-    def looking_ahead(self, pipe_schedule: Any, depth: int) -> Iterator[dict[Instruction, int]]:
+    def looking_ahead(self, pipe_schedule: Any, depth: int) -> Iterator[Mapping[type, int]]:
         """Track the instructions of a schedule of `depth`; yield how many receives to post early."""
         engine = self.engine
         tracked = self.tracked if self.tracked() else None
@@ -261,7 +259,7 @@ class MessagePath:
         try:
             may_post = type(pipe_schedule) in ORDERED or not receives_hold_device(engine.device)
             ahead = self.is_eager and lookahead.plain and may_post and not engine.dynamic_shape
-            yield {key: lookahead.counts[kind] for key, kind in RECEIVED.items()} if ahead else {}
+            yield lookahead.counts if ahead else {}
         finally:
             self.lookahead = Lookahead()
             if lookahead.plain:

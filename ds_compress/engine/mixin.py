@@ -22,13 +22,14 @@ from ds_compress.checkpoint import checkpointer
 from ds_compress.engine.deepspeed import DEEPSPEED, is_deepspeeds
 from ds_compress.engine.intercept import ShapeMessage, receiving
 from ds_compress.engine.session import Session
-from ds_compress.engine.stage import Instruction
 from ds_compress.engine.tied import reduce_tied_gradients
 from ds_compress.message.channel import Mode
 from ds_compress.message.layout import tensors_in
 from ds_compress.monitor.metrics import EVAL_LOSS
 
 _UNTIMED = contextlib.nullcontext()
+SENDS = schedule.SendActivation, schedule.SendGrad
+RECEIVES = schedule.RecvActivation, schedule.RecvGrad
 _EVAL_OPTIONS = ("return_logits", "compute_loss", "reduce_output", "bcast_loss", "num_micro_batches")
 """Parameters of DeepSpeed's `eval_batch` after the data, in its order."""
 
@@ -36,9 +37,10 @@ _Engine: Any = object
 """What stands behind a mixin: DeepSpeed's engine, which has no types."""
 
 
-def _around_pass(name: str, kind: type, send: type, instruction: Instruction) -> Callable[..., None]:
+def _around_pass(kind: type, send: type) -> Callable[..., None]:
     """Return what runs instead of DeepSpeed's function for a pass: its message may leave after it."""
-    is_forward = name == "forward"
+    is_forward = kind is schedule.ForwardPass
+    name = "forward" if is_forward else "backward"
 
     def run_pass(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
         session = engine.ds_compress
@@ -52,26 +54,25 @@ def _around_pass(name: str, kind: type, send: type, instruction: Instruction) ->
             in_order = engine.dynamic_shape or engine.first_output_send
             may_leave = bool(path.stage.shape_links) or not in_order
         if may_leave and lookahead.leaves_early(kind, buffer_id):
-            path.send(instruction, buffer_id, partial(path.original[send], engine, buffer_id))
+            path.send(send, buffer_id, partial(path.original[send], engine, buffer_id))
         if not is_forward and session.gradients is not None and session.gradients.early is not None:
             session.gradients.early.end_pass()
 
     return run_pass
 
 
-def _around_send(kind: type, instruction: Instruction) -> Callable[..., None]:
+def _around_send(kind: type) -> Callable[..., None]:
     """Return what runs instead of DeepSpeed's function for a send instruction."""
 
     def run_send(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
         path = engine.ds_compress.path
         if path.lookahead.at not in path.lookahead.left:
-            send = partial(path.original[kind], engine, buffer_id, *args, **kwargs)
-            path.send(instruction, buffer_id, send)
+            path.send(kind, buffer_id, partial(path.original[kind], engine, buffer_id, *args, **kwargs))
 
     return run_send
 
 
-def _around_receive(kind: type, instruction: Instruction) -> Callable[..., None]:
+def _around_receive(kind: type) -> Callable[..., None]:
     """Return what runs instead of DeepSpeed's function for a receive instruction."""
 
     def run_receive(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
@@ -79,7 +80,7 @@ def _around_receive(kind: type, instruction: Instruction) -> Callable[..., None]
         original = path.original[kind]
         copies = getattr(original, "__globals__", None) is not DEEPSPEED  # as `is_deepspeeds`, without a call
         receive = partial(original, engine, buffer_id, *args, **kwargs)
-        path.receive(instruction, buffer_id, receive, copies)
+        path.receive(kind, buffer_id, receive, copies)
 
     return run_receive
 
@@ -94,16 +95,10 @@ class CompressedEngine(_Engine):
     ds_compress: Session
 
     _AROUND: ClassVar[dict[type, Callable[..., None]]] = {
-        schedule.ForwardPass: _around_pass(
-            "forward", schedule.ForwardPass, schedule.SendActivation, Instruction.SEND_ACTIVATION
-        ),
-        schedule.BackwardPass: _around_pass(
-            "backward", schedule.BackwardPass, schedule.SendGrad, Instruction.SEND_GRAD
-        ),
-        schedule.SendActivation: _around_send(schedule.SendActivation, Instruction.SEND_ACTIVATION),
-        schedule.RecvActivation: _around_receive(schedule.RecvActivation, Instruction.RECV_ACTIVATION),
-        schedule.SendGrad: _around_send(schedule.SendGrad, Instruction.SEND_GRAD),
-        schedule.RecvGrad: _around_receive(schedule.RecvGrad, Instruction.RECV_GRAD),
+        schedule.ForwardPass: _around_pass(schedule.ForwardPass, schedule.SendActivation),
+        schedule.BackwardPass: _around_pass(schedule.BackwardPass, schedule.SendGrad),
+        **{kind: _around_send(kind) for kind in SENDS},
+        **{kind: _around_receive(kind) for kind in RECEIVES},
         schedule.ReduceTiedGrads: reduce_tied_gradients,
     }
     """By instruction, what runs instead of DeepSpeed's function; functions, as a subclass of the engine may
@@ -173,21 +168,21 @@ class CompressedEngine(_Engine):
 
     def _exec_send_activations(self, buffer_id: int, *args: Any, **kwargs: Any) -> None:
         run = partial(super()._exec_send_activations, buffer_id, *args, **kwargs)
-        self.ds_compress.path.send(Instruction.SEND_ACTIVATION, buffer_id, run)
+        self.ds_compress.path.send(schedule.SendActivation, buffer_id, run)
 
     def _exec_send_grads(self, buffer_id: int, *args: Any, **kwargs: Any) -> None:
         run = partial(super()._exec_send_grads, buffer_id, *args, **kwargs)
-        self.ds_compress.path.send(Instruction.SEND_GRAD, buffer_id, run)
+        self.ds_compress.path.send(schedule.SendGrad, buffer_id, run)
 
     def _exec_recv_activations(self, buffer_id: int, *args: Any, **kwargs: Any) -> None:
         original, path = super()._exec_recv_activations, self.ds_compress.path
         run = partial(original, buffer_id, *args, **kwargs)
-        path.receive(Instruction.RECV_ACTIVATION, buffer_id, run, not is_deepspeeds(original))
+        path.receive(schedule.RecvActivation, buffer_id, run, not is_deepspeeds(original))
 
     def _exec_recv_grads(self, buffer_id: int, *args: Any, **kwargs: Any) -> None:
         original, path = super()._exec_recv_grads, self.ds_compress.path
         run = partial(original, buffer_id, *args, **kwargs)
-        path.receive(Instruction.RECV_GRAD, buffer_id, run, not is_deepspeeds(original))
+        path.receive(schedule.RecvGrad, buffer_id, run, not is_deepspeeds(original))
 
     def _send_tensor_meta(self, buffer: Any, *args: Any, **kwargs: Any) -> None:
         path, stage = self.ds_compress.path, self.ds_compress.stage

@@ -1,12 +1,12 @@
 """Send and receive the messages of one pipeline stage, over the links of its two boundaries."""
 
-import enum
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
 from ds_compress.codec import MessageId, TensorSpec
@@ -16,15 +16,6 @@ from ds_compress.message.channel import Boundary, Channel
 from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
 from ds_compress.transport.p2p import ExchangeConnections
 from ds_compress.transport.streams import CodecStream, Made
-
-
-class Instruction(enum.Enum):
-    """Those of DeepSpeed's instructions that move tensors between stages."""
-
-    SEND_ACTIVATION = enum.auto()
-    RECV_ACTIVATION = enum.auto()
-    SEND_GRAD = enum.auto()
-    RECV_GRAD = enum.auto()
 
 
 class StepContext(NamedTuple):
@@ -57,8 +48,8 @@ class Stage:
         self.before = before
         self.after = after
         self.p2p = p2p
-        self.senders: dict[tuple[Instruction, int], SendingEnd] = {}
-        self.receivers: dict[tuple[Instruction, int], ReceivingEnd] = {}
+        self.senders: dict[tuple[type, int], SendingEnd] = {}
+        self.receivers: dict[tuple[type, int], ReceivingEnd] = {}
         self._codec_streams: dict[int, CodecStream] = {}  # by boundary
         self._numbers: dict[tuple[int, int], int] = {}  # of the forward message, by boundary and buffer
         self._samples: dict[int, Tensor] = {}  # ids, by buffer
@@ -75,11 +66,11 @@ class Stage:
         none of a boundary that is left to DeepSpeed."""
 
         self.left_because: dict[int, str] = {}  # why boundaries are left to DeepSpeed
-        self.unused: set[Instruction] = set()  # those that asked for no message when they ran last
+        self.unused: set[type] = set()  # those that asked for no message when they ran last
         self.step = 0
         self.training = False
 
-    def connect(self, instruction: Instruction, end: SendingEnd | ReceivingEnd, phase: int = 0) -> None:
+    def connect(self, instruction: type, end: SendingEnd | ReceivingEnd, phase: int = 0) -> None:
         """Let `instruction` send or receive at `end`; `phase`: of DualPipeV, which has each twice."""
         if isinstance(end, SendingEnd):
             self.senders[instruction, phase] = end
@@ -101,9 +92,7 @@ class Stage:
         return [end.channel for end in self.senders.values()]
 
     @contextmanager
-    def running(
-        self, context: StepContext, counts: Mapping[Instruction, int] | None = None
-    ) -> Iterator[None]:
+    def running(self, context: StepContext, counts: Mapping[type, int] | None = None) -> Iterator[None]:
         """Run one schedule of the engine; returns when all packets have left.
 
         Args:
@@ -182,7 +171,7 @@ class Stage:
             else:
                 self._samples[buffer_id] = ids
 
-    def post_receives(self, instruction: Instruction, tensors: Specs | None) -> None:
+    def post_receives(self, instruction: type, tensors: Specs | None) -> None:
         """Post receives ahead for messages of this schedule, which have tensors like `tensors`."""
         end = self.receivers[instruction, 0]
         expected = instruction not in self.unused and end.channel.boundary.number in self.announced
@@ -204,24 +193,22 @@ class Stage:
         else:
             self.left_because[number] = why
 
-    def post_receive(self, instruction: Instruction, phase: int, tensors: Sequence[Tensor]) -> None:
+    def post_receive(self, instruction: type, phase: int, tensors: Sequence[Tensor]) -> None:
         """Post the receive of one message with tensors like `tensors`."""
         end = self.receivers[instruction, phase]
         message = end.channel.layout_of(tensors, end.channel.message_id(self.step, 0, self.training))
         end.link.expect(message.packet.nbytes, 1)
 
-    def dispatch(
-        self, instruction: Instruction, buffer_id: int, tensors: Sequence[Tensor], phase: int = 0
-    ) -> None:
+    def dispatch(self, instruction: type, buffer_id: int, tensors: Sequence[Tensor], phase: int = 0) -> None:
         """Send `tensors`, those of a buffer, as one packet."""
         end = self.senders[instruction, phase]
         message_id = self._next_message(end, buffer_id)
-        if instruction is Instruction.SEND_ACTIVATION and (buffer_id in self._samples or self._unplaced):
+        if instruction is schedule.SendActivation and (buffer_id in self._samples or self._unplaced):
             ids = self._samples[buffer_id] if buffer_id in self._samples else self._unplaced.popleft()
             end.channel.boundary.sample_ids[message_id.micro_batch] = ids
         end.codec_stream.run(functools.partial(end.transmit, tensors, message_id), takes=tensors)
 
-    def fetch(self, instruction: Instruction, buffer_id: int, tensors: Specs, phase: int = 0) -> list[Tensor]:
+    def fetch(self, instruction: type, buffer_id: int, tensors: Specs, phase: int = 0) -> list[Tensor]:
         """Receive the next message, with tensors like `tensors`, for a buffer."""
         end = self.receivers[instruction, phase]
         message_id = self._next_message(end, buffer_id)

@@ -4,9 +4,11 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from deepspeed.runtime.pipe import schedule
+
 from ds_compress.config import DIRECTIONS
 from ds_compress.engine.intercept import ShapeLinks
-from ds_compress.engine.stage import Instruction, Stage
+from ds_compress.engine.stage import Stage
 from ds_compress.message.channel import Channel
 from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
 from ds_compress.transport.connections import connect, require_files
@@ -54,8 +56,8 @@ def wire(stage: Stage, engine: Any, depth: int) -> None:
         )
     sender, receiver = (EagerSender, EagerReceiver) if eager else (Sender, Receiver)
     ends = (
-        (stage.before, engine.prev_stage, Instruction.RECV_ACTIVATION, Instruction.SEND_GRAD),
-        (stage.after, engine.next_stage, Instruction.RECV_GRAD, Instruction.SEND_ACTIVATION),
+        (stage.before, engine.prev_stage, schedule.RecvActivation, schedule.SendGrad),
+        (stage.after, engine.next_stage, schedule.RecvGrad, schedule.SendActivation),
     )
     for boundary, neighbour, receives, sends in ends:
         if boundary is None:

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from deepspeed import comm as dist
+from deepspeed.runtime.pipe import schedule
 
-from ds_compress.engine.stage import Instruction
 from ds_compress.errors import CompressionError
 from ds_compress.transport import p2p
 from ds_compress.transport.p2p import EagerReceiver, EagerSender, Receiver, Sender
@@ -80,8 +80,8 @@ def order_of_events(dynamic, depth):
     engine = build(2, ds_config(deep(depth)), dynamic_shape=dynamic)
     events = []
     if engine.is_first_stage():
-        sender = engine.ds_compress.stage.senders[Instruction.SEND_ACTIVATION, 0].link
-        receiver = engine.ds_compress.stage.receivers[Instruction.RECV_GRAD, 0].link
+        sender = engine.ds_compress.stage.senders[schedule.SendActivation, 0].link
+        receiver = engine.ds_compress.stage.receivers[schedule.RecvGrad, 0].link
         sender.send = wrapped(sender.send, before=lambda packet: events.append("s"))
         receiver.receive = wrapped(receiver.receive, before=lambda nbytes: events.append("r"))
     data, steps = batches(), []
