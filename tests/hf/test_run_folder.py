@@ -124,6 +124,22 @@ def test_weights_that_cannot_be_written_are_said_on_every_rank(tmp_path):
     assert second == f"{first} [rank 0]"
 
 
+def unreadable_file(folder):
+    """What each rank says if rank 1 cannot read what it has to send."""
+    path = machine(folder)
+    (path / "step1").mkdir(parents=True)
+    if distributed.get_rank() == 1:
+        (path / "step1" / "layer_03-model_states.pt").mkdir()
+    return refusal(RunFolder(path, 1).collect_weights, 1)
+
+
+def test_weights_that_cannot_be_read_are_said_on_every_rank(tmp_path):
+    """The others lost their connection to it, and said that alone."""
+    first, second = run_ranks(2, unreadable_file, tmp_path)
+    assert "layer_03-model_states.pt cannot be read: IsADirectoryError: " in second
+    assert first == f"{second} [rank 1]"
+
+
 def allow_files_up_to(size):
     """Have this process fail to write beyond, as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
