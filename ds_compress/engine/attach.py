@@ -8,13 +8,14 @@ from collections import ChainMap
 from typing import Any
 
 from deepspeed import comm as dist
+from torch.distributed import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_compress.config import KEY, Config
 from ds_compress.engine import cleanup
 from ds_compress.engine.deepspeed import check_release, instruction_map, is_dualpipev, is_pipeline, p2p
 from ds_compress.engine.deepspeed import prepare as prepare
-from ds_compress.engine.handshake import Notes, SharedWarning, agree, numerics_to_match
+from ds_compress.engine.handshake import SharedWarning, agree, numerics_to_match
 from ds_compress.engine.intercept import PointToPoint
 from ds_compress.engine.message_path import MessagePath
 from ds_compress.engine.mixin import CompressedEngine
@@ -115,7 +116,7 @@ def attach(engine: Any, block: object) -> None:
     engine.__class__ = type(f"Compressed{base.__name__}", (mixin, base), members)
     cleanup.free_unused(engine.device)
     watchdog = Watchdog(keys, rank, world_size, config.block.link.timeout_s)
-    notes = Notes(keys, f"notes/{engine.grid.get_data_parallel_id()}")
+    notes = PrefixStore(f"notes/{engine.grid.get_data_parallel_id()}", keys)
     warning = SharedWarning(keys)
     connect = functools.partial(make_path, engine, config, PointToPoint.over(p2p), original, warning)
     outer = sites.OuterTraffic(engine, config) if sites is not None else None

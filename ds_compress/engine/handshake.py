@@ -80,24 +80,6 @@ def _verdict(keys: Store, world_size: int, timeout: float) -> str:
     return ""
 
 
-class Notes:
-    """Exchange text lines through the store; the reporting rank prints them."""
-
-    def __init__(self, keys: Store, prefix: str):
-        self._keys = keys
-        self._prefix = prefix
-
-    def leave(self, lines: dict[str, str]) -> None:
-        """Leave this rank's lines, by key."""
-        for key, line in lines.items():
-            self._keys.set(f"{self._prefix}/{key}", line)
-
-    def read(self, key: str) -> str:
-        """Return the line left there; an empty string where there is none."""
-        key = f"{self._prefix}/{key}"
-        return self._keys.get(key).decode() if self._keys.check([key]) else ""
-
-
 class SharedWarning:
     """A warning that is logged once for all ranks, by the first that has reason to."""
 

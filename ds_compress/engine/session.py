@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed import Store
 
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.config.recipes import with_changes
 from ds_compress.engine.deepspeed import evaluate, evaluating
 from ds_compress.engine.gradients import connect_replicas
-from ds_compress.engine.handshake import Notes
 from ds_compress.engine.message_path import MessagePath
 from ds_compress.engine.tied import connect_copies
 from ds_compress.engine.wiring import set_connections, wire_extra_links
@@ -63,7 +63,7 @@ class Session:
         boundaries: int,
         connect: Callable[[int], MessagePath],
         watchdog: Watchdog,
-        notes: Notes,
+        notes: Store,
         outer: Any,
     ):
         """Build the path and the parts of this rank; every rank of the job calls it.

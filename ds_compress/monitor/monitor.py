@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from torch.distributed import Store
+
 from ds_compress.config import KEY, Config
 from ds_compress.errors import in_one_line
 from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
@@ -39,7 +41,7 @@ class Monitor(RuntimePart):
         engine: Engine,
         boundaries: int,
         link: str,
-        notes: Any,
+        notes: Store,
         gradients: Mapping[str, str],
     ):
         """Create the monitor of one rank.
@@ -48,7 +50,7 @@ class Monitor(RuntimePart):
             engine: DeepSpeed's; it is not kept.
             boundaries: number of boundaries of the pipeline.
             link: name of the link in the start-up line.
-            notes: `Notes` of engine/handshake.py: lines of every rank, for the reporting rank.
+            notes: takes lines of every rank to the reporting one.
             gradients: as for `lines.announcement`.
         """
         self.config = config
@@ -132,7 +134,9 @@ class Monitor(RuntimePart):
         if first:
             with self._guarded():  # how each message that this rank sends is compressed
                 sent = [(end.channel, end.channel.sent.latest) for end in ends if end.sends]
-                self._notes.leave({c.place: layout.describe(c.codec) for c, layout in sent if layout})
+                for channel, layout in sent:
+                    if layout:
+                        self._notes.set(channel.place, layout.describe(channel.codec))
         step_ms = self._collect(ends, step.values)
         self._table.add_up(self._group)
         statuses = self._table.statuses
@@ -146,7 +150,7 @@ class Monitor(RuntimePart):
             with self._guarded():
                 channels = self._table.channels
                 if first:
-                    read, link = self._notes.read, self.link
+                    link, read = self.link, self._read_note
                     line = lines.announcement(self.config, channels, link, read, self._exchanged)
                     print(line, flush=True)
                     if sinks.tb_monitor is not None:
@@ -165,6 +169,10 @@ class Monitor(RuntimePart):
                         self._written = channels
                         sinks.write_events(self._events(channels, step_ms, step.engine.global_samples))
             self._log_failure()
+
+    def _read_note(self, place: str) -> str:
+        """Return how messages of a channel are compressed, as the rank that sends them says it; else ""."""
+        return self._notes.get(place).decode() if self._notes.check([place]) else ""
 
     def write(self, engine: Engine, values: Mapping[str, float]) -> None:
         """Write values of an evaluation, by name in `metrics.EVALUATIONS`, if this rank reports."""
