@@ -75,7 +75,8 @@ def encode_dithered(
     """
     device, constants = bits.device, tables(bits.device)
     drawn = draws_in_order(frame.numel, dither, device)
-    table = _tables_of_values(frame, drawn)
+    classes = _classes(frame, drawn)
+    table = torch.zeros_like(drawn, dtype=torch.int64) if classes is None else classes
     n = torch.zeros(frame.classes, dtype=torch.int64, device=device)
     n.index_add_(0, table, torch.ones_like(table))
     raised = (exponent + COARSER).clamp(max=NOT_FINITE - 1)
@@ -135,12 +136,6 @@ def decode_dithered(
 def _classes(frame: CodeLayout, drawn: Tensor) -> Tensor | None:
     """Return the dither class of each value, int64 [numel]; None if all have one table."""
     return None if frame.classes == 1 else (drawn >> 16 - CLASS_BITS).long()
-
-
-def _tables_of_values(frame: CodeLayout, drawn: Tensor) -> Tensor:
-    """Return the index of each value's frequency table, int64 [numel]."""
-    classes = _classes(frame, drawn)
-    return torch.zeros_like(drawn, dtype=torch.int64) if classes is None else classes
 
 
 def _quantize(twice: Tensor, drawn: Tensor, step: Tensor) -> Tensor:
