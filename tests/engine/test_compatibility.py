@@ -135,7 +135,6 @@ PROGRAMS = {
     "another batch size at every step": program(before_batch=other_batch_size, steps=6),
     "other micro-batches at every step": program(before_batch=other_micro_batches, steps=4),
     "names and tensors through a p2p of its own": program(engines.NamedTensors, stages=3),
-    "instructions copied into another module": program(engines.CopiedInstructions, stages=3),
     "an engine copied into another module": program(engines.CopiedEngine, stages=3),
     "an engine that builds itself": program(engines.BuiltItsOwnWay),
     "functions taken from p2p": program(engines.OwnFunctions),

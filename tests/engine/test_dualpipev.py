@@ -98,7 +98,7 @@ def test_none_equals_stock_and_compressed_equals_simulate(ranks):
 
 
 LENGTH = 16
-CAST = pipeline.alike("bf16", min_numel=64)
+CAST = pipeline.alike("bf16")
 
 
 def test_masks_and_tables_are_sent_uncompressed_and_hidden_states_are_not():
@@ -106,38 +106,31 @@ def test_masks_and_tables_are_sent_uncompressed_and_hidden_states_are_not():
     state."""
     hidden, mask, table = (4 * LENGTH * size for size in (WIDTH, LENGTH, WIDTH // Causal.HEADS))
     message = 2 * hidden + 4 * (mask + 2 * table) + 32
-    losses = train_simulated(2, CAST, Causal.layers(8), (LENGTH, WIDTH))
-    for ((_, found, _, sent, _),) in run_ranks(2, train, 2, [CAST], Causal.layers(8), (LENGTH, WIDTH)):
+    block = {**CAST, "min_numel": 64}
+    losses = train_simulated(2, block, Causal.layers(8), (LENGTH, WIDTH))
+    for ((_, found, _, sent, _),) in run_ranks(2, train, 2, [block], Causal.layers(8), (LENGTH, WIDTH)):
         assert found == losses
         for (_, direction), nbytes in sent.items():
             assert nbytes == (8 if direction == "forward" else 4) * MICRO_BATCHES * message
 
 
-def announced(block):
-    with pipeline.printed_lines("active") as lines:
-        build(2, block).train_batch(pipeline.batches())
-    return "".join(lines)
+REFUSED = {
+    # boundaries are counted without the turn-around
+    'boundaries.2: there is no such boundary; allowed: "0", "1" [rank 0]': {"boundaries": {"2": CAST}},
+    # messages of unknown size
+    "forward: DualPipeV posts receives": {"forward": {"codec": "bf16", "feedback": "aqsgd"}},
+    "backward: DualPipeV posts receives": {"backward": {"codec": "lossless"}},
+}
 
 
-def test_the_start_up_line_does_not_promise_a_link_mode():
-    first, other = run_ranks(2, announced, TOPK)
-    assert "active, link of DualPipeV; per message: boundar" in first
-    assert "active" not in other
+def refusals():
+    return [refusal(build, 2, block) for block in REFUSED.values()]
 
 
-def test_boundaries_are_counted_without_the_turn_around():
-    line = 'ds_compress.boundaries.2: there is no such boundary; allowed: "0", "1" [rank 0]'
-    block = {"boundaries": {"2": {"forward": {"codec": "bf16"}}}}
-    assert run_ranks(2, refusal, build, 2, block) == [line] * 2
-
-
-@pytest.mark.parametrize(
-    "direction, settings",
-    [("forward", {"codec": "bf16", "feedback": "aqsgd"}), ("backward", {"codec": "lossless"})],
-)
-def test_messages_of_unknown_size_are_refused(direction, settings):
-    errors = run_ranks(2, refusal, build, 2, {direction: settings})
-    assert all(error.startswith(f"ds_compress.{direction}: DualPipeV posts receives") for error in errors)
+def test_what_it_cannot_do_is_refused():
+    for lines in run_ranks(2, refusals):
+        for line, said in zip(lines, REFUSED):
+            assert line.startswith(f"ds_compress.{said}")
 
 
 EF21 = pipeline.alike("topk", "ef21", min_numel=0)
@@ -230,7 +223,9 @@ def test_copies_on_two_ranks_exchange_their_gradients():
     ours, stock = run_ranks(2, train_tied, tied, True), run_ranks(2, train_tied, None, True)
     copies = [value for _, own, _ in ours for name, value in own.items() if "tied_modules" in name]
     assert len(copies) == 2 and torch.equal(*copies)
-    assert "gradients of tied weights between stages: quantize" in ours[0][2][0]
+    (line,), nothing = (lines for *_, lines in ours)
+    assert "active, link of DualPipeV; per message: boundar" in line, "it promises no link mode"
+    assert "gradients of tied weights between stages: quantize" in line and not nothing
     assert not pipeline.same_weights(ours[0][1], stock[0][1])
     assert ours[0][0] == pytest.approx(stock[0][0], rel=0.02)
 

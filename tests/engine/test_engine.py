@@ -1,6 +1,5 @@
 """The mixin on real ranks: bytes, evaluation, announcements, and the ways other projects use the engine."""
 
-import functools
 import itertools
 import json
 from dataclasses import replace
@@ -73,8 +72,7 @@ def test_reported_bytes_are_those_handed_to_the_transport(codec, link, tmp_path,
 @pytest.mark.parametrize("how", ["compressed", "uncompressed"])
 def test_evaluation_leaves_training_as_it_was(how, link):
     block = {**TOPK, "eval": how, "link": {"mode": link}}
-    both, _ = run_ranks(2, evaluated, block, 2)
-    trained, _ = run_ranks(2, evaluated, block, 0)
+    both, trained = run_ranks(2, lambda: [evaluated(block, evaluations) for evaluations in (2, 0)])[0]
     assert both["losses"] == trained["losses"] and len(both["evaluated"]) == 6
 
 
@@ -92,7 +90,7 @@ def test_training_goes_on_after_an_evaluation_in_inference_mode(link):
     """Training sends the packets of an evaluation again, and raised that it cannot write to them."""
     block = alike({"name": "quantize", "bits": 4}, min_numel=0, link={"mode": link})
     modes = torch.inference_mode, torch.no_grad
-    inference, usual = (run_ranks(2, losses_after_evaluation, block, mode)[0] for mode in modes)
+    inference, usual = run_ranks(2, lambda: [losses_after_evaluation(block, mode) for mode in modes])[0]
     assert inference == usual
 
 
@@ -111,28 +109,9 @@ def test_a_module_that_overrides_train_is_trained():
     """The stages did not agree on whether they train. Where all were in evaluation mode, no feedback, policy,
     monitor or guard took part, without a warning."""
     config = ds_config(alike({"name": "topk", "density": 0.2}, "ef", min_numel=0))
-    usual, kept = (
-        run_ranks(2, functools.partial(train, module_class=each), 2, config)
-        for each in (PipelineModule, KeepsModes)
-    )
-    assert [rank["losses"] for rank in kept] == [rank["losses"] for rank in usual]
-
-
-def announcement(block, stages):
-    with printed_lines("active") as lines:
-        train(stages, ds_config(block), steps=3)
-    return lines
-
-
-def test_one_line_on_rank_0_says_what_is_active():
-    block = {**TOPK, "boundaries": {"1": {"forward": {"codec": "bf16"}, "backward": {"codec": "none"}}}}
-    first, *others = run_ranks(3, announcement, block, 3)
-    assert others == [[], []]
-    assert len(first) == 1
-    # 4 x 8 x 32 fp32: a header, 128 bytes of bitmask and 4 x 26 kept values of 4 bytes; without the mask
-    # backward
-    assert "boundary 0: forward topk(density=0.1) 4,096 -> 576 bytes (7.11x)" in first[0]
-    assert "4,096 -> 448 bytes (9.14x); boundary 1: forward bf16 4,096 -> 2,080 bytes" in first[0]
+    classes = PipelineModule, KeepsModes
+    usual, kept = run_ranks(2, lambda: [train(2, config, module_class=each)["losses"] for each in classes])[0]
+    assert kept == usual
 
 
 def two_engines():
@@ -287,8 +266,9 @@ def test_both_losses_of_one_model(feedback):
     """Each is what the setting of its name gives; training, and the data, go on as with either of them."""
     block = {**TENTH_BLOCK, "forward": {"codec": TENTH, "feedback": feedback}}
     ways = ("compressed", "uncompressed")
-    alone = {way: run_ranks(2, evaluated, {**block, "eval": way}) for way in ways}
-    both = run_ranks(2, evaluated, {**block, "eval": "both"})
+    ranks = run_ranks(2, lambda: [evaluated({**block, "eval": way}) for way in (*ways, "both")])
+    *alone, both = zip(*ranks)
+    alone = dict(zip(ways, alone))
     default = Config(block).eval
     for ours, theirs in zip(both, alone[default]):
         assert all(ours[key] == theirs[key] for key in ("losses", "evaluated", "next"))

@@ -93,18 +93,6 @@ copied.__package__, copied.__file__ = deepspeed_engine.__package__, deepspeed_en
 exec(compile(Path(deepspeed_engine.__file__).read_text(), deepspeed_engine.__file__, "exec"), vars(copied))
 CopiedEngine = copied.PipelineEngine
 CopiedEngine.__module__ = copied.__name__
-MOVES = (schedule.SendActivation, schedule.RecvActivation, schedule.SendGrad, schedule.RecvGrad)
-
-
-class CopiedInstructions(PipelineEngine):
-    """DeepSpeed's engine with instructions that were copied into another module."""
-
-    _send_tensor_meta = CopiedEngine._send_tensor_meta
-    _recv_tensor_meta = CopiedEngine._recv_tensor_meta
-    _INSTRUCTION_MAP = {
-        **PipelineEngine._INSTRUCTION_MAP,
-        **{move: CopiedEngine._INSTRUCTION_MAP[move] for move in MOVES},
-    }
 
 
 class BuiltItsOwnWay(PipelineEngine):
