@@ -77,7 +77,18 @@ def pasted(result):
     return json.loads(f"{{{line}}}")["ds_compress"]
 
 
-def test_it_trains_as_stock_until_the_choice_and_then_as_the_block_that_it_prints():
+def trained_stock():
+    engine, data = build(2, ds_config()), batches(shape=SHAPE)
+    return [engine.train_batch(data).item() for _ in range(STEPS)]
+
+
+@pytest.fixture(scope="module")
+def stock():
+    """Losses of DeepSpeed alone."""
+    return run_ranks(2, trained_stock)[0]
+
+
+def test_it_trains_as_stock_until_the_choice_and_then_as_the_block_that_it_prints(stock):
     first, second = run(ds_config(block()), evaluates=True)
     assert (first["losses"], first["adopted"]) == (second["losses"], second["adopted"])
     assert second["printed"].count("recipe auto, quality") == 0
@@ -85,7 +96,6 @@ def test_it_trains_as_stock_until_the_choice_and_then_as_the_block_that_it_print
     found = pasted(first)
     assert "recipe" not in found and found["warmup_steps"] == CHOSEN and found["min_numel"] == 0
     assert first["losses"] == run(ds_config(found))[0]["losses"]
-    stock = run_ranks(2, trained_stock)[0]
     assert first["losses"][:CHOSEN] == stock[:CHOSEN] and first["losses"][CHOSEN:] != stock[CHOSEN:]
 
 
@@ -135,7 +145,7 @@ def overflowed(config):
     return trained(config)
 
 
-def test_messages_that_tell_nothing_are_looked_at_again():
+def test_messages_that_tell_nothing_are_looked_at_again(stock):
     """A gradient that overflowed once had left everything uncompressed for good."""
     whole = [torch.ones(3), torch.ones(3, dtype=torch.int64)]
     assert auto.is_informative({(0, "forward"): {0: whole}, (0, "backward"): {0: whole}})
@@ -146,22 +156,16 @@ def test_messages_that_tell_nothing_are_looked_at_again():
         assert auto.is_informative(messages) and all([*own] == [1] for own in messages.values())
     first, second = run_ranks(2, overflowed, ds_config(block()))
     assert first["adopted"] == second["adopted"] and "none" not in names(first)[0]
-    stock = run_ranks(2, trained_stock)[0]
     later = 2 * CHOSEN
     assert first["losses"][:later] == stock[:later] and first["losses"][later:] != stock[later:]
 
 
-def trained_stock():
-    engine, data = build(2, ds_config()), batches(shape=SHAPE)
-    return [engine.train_batch(data).item() for _ in range(STEPS)]
-
-
 @pytest.mark.parametrize("quality, link, connections", [("lossless", FAR, 1), ("aggressive", FREE, 2)])
-def test_lossless_and_a_free_link_are_stock_to_the_end(quality, link, connections):
+def test_lossless_and_a_free_link_are_stock_to_the_end(quality, link, connections, stock):
     """Over several connections DeepSpeed, which has one, was said to take a tenth of what it takes."""
     result, _ = run(ds_config(block(quality, link={"connections": connections})), found=link)
     assert ("DeepSpeed's step is predicted over 2 connections" in result["printed"]) == (connections == 2)
-    assert result["losses"] == run_ranks(2, trained_stock)[0]
+    assert result["losses"] == stock
     assert {name for both in names(result) for name in both} <= {"none", "lossless"}
     assert result["adopted"] and "<- chosen" in result["printed"]
     if link is FREE:
@@ -238,7 +242,6 @@ def test_the_end_of_a_longer_warm_up_is_measured():
     result = run(ds_config(block(warmup_steps=5, link={"depth": 2})))[0]
     assert "from step 6 on" in result["printed"] and pasted(result)["warmup_steps"] == 5
     assert result["depth"] == 2 and pasted(result)["link"]["depth"] == 2
-    assert result["losses"] == run(ds_config(pasted(result)))[0]["losses"]
 
 
 def trained_by_an_own_schedule():
@@ -266,10 +269,10 @@ def trained_by_a_forward_pass_of_its_own(stage):
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_passes_that_are_not_measured_leave_messages_uncompressed(stage):
+def test_passes_that_are_not_measured_leave_messages_uncompressed(stage, stock):
     """A program that replaces an instruction of a live engine, as public ones do, ended in its third step by
     a division by zero."""
     why = "this program runs passes of a stage by functions that are not measured"
     first, second = run_ranks(2, trained_by_a_forward_pass_of_its_own, stage)
     assert first[0] == [f"ds_compress: recipe auto: messages stay uncompressed: {why}"] and not second[0]
-    assert first[1] == second[1] == run_ranks(2, trained_stock)[0][: CHOSEN + 2]
+    assert first[1] == second[1] == stock[: CHOSEN + 2]

@@ -8,7 +8,7 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from tests.support.pipeline import MICRO_BATCH, Block, alike, batches, build, ds_config
-from tests.support.pipeline_kinds import BLOCKS, KINDS, different, train_all
+from tests.support.pipeline_kinds import KINDS, different, train_all
 from tests.support.ranks import run_ranks
 
 MICRO_BATCHES = 9  # enough for 1F1B at depth 3 and two stages
@@ -22,7 +22,6 @@ def at_depths(recipes, *depths):
 
 
 NONE = at_depths({"none": {}}, 1, 2, 3)
-LOSSY = at_depths({name: BLOCKS[name] for name in ("topk", "quantize")}, 1, 2)
 WITH_STATE = {
     "ef": alike({"name": "topk", "density": 0.2}, "ef"),
     "ef21": alike({"name": "quantize", "bits": 2}, {"name": "ef21", "scope": "micro_batch"}),
@@ -63,12 +62,6 @@ def check(name, blocks, **changes):
 @pytest.mark.extended(keep=1)
 def test_none_equals_stock(name):
     check(name, NONE)
-
-
-@pytest.mark.parametrize("name", each_kind("tensor"))
-@pytest.mark.extended(keep=1)
-def test_codecs_with_a_loss_give_the_same_too(name):
-    check(name, LOSSY)
 
 
 @pytest.mark.extended

@@ -106,13 +106,14 @@ SETTINGS = {
 @pytest.mark.extended(keep=2)
 def test_training_goes_on_as_without_it(name, specs, changes):
     configs = [pipeline.ds_config(block(*SETTINGS[name], every=every), **changes) for every in (1, 0)]
-    guarded, plain = (run_ranks(2, trained, 2, config, 3, specs) for config in configs)
-    for one, other in zip(guarded, plain):
+    ranks = run_ranks(2, lambda: [trained(2, config, 3, specs) for config in configs])
+    for one, other in ranks:
         assert all(one[key] == other[key] for key in ("losses", "random", "modes"))
         assert pipeline.same_weights(one["weights"], other["weights"])
         assert (one["total"] is None) == (other["total"] is None)
         assert one["total"] is None or torch.equal(one["total"], other["total"])
-    assert len(guarded[0]["cost"]) == 3 and not plain[0]["cost"]
+    (guarded, plain), _ = ranks
+    assert len(guarded["cost"]) == 3 and not plain["cost"]
 
 
 @pytest.mark.parametrize("stages, replicas, link", [(3, 1, {"depth": 2}), (2, 2, {"mode": "blocking"})])
@@ -221,10 +222,11 @@ def near_zero(codec, floor, unit):
 @pytest.mark.parametrize("codec", ["bf16", {"name": "quantize", "bits": 8}])
 def test_a_run_near_zero_loss_is_not_stopped(codec, unit):
     """Of a loss of 1e-5 any rounding is more than 5 %: such runs ended, later in another unit."""
-    found = run_ranks(2, near_zero, codec, {}, unit)[0]
+    floors = {}, {"loss_floor": 0.0}
+    (found, stopped), _ = run_ranks(2, lambda: [near_zero(codec, floor, unit) for floor in floors])
     first, loss, cost = found["losses"][0], found["losses"][-1], found["cost"][-1]
     assert found["error"] == "" and 0 < loss < 1e-3 * first and cost > 0.05 * (loss - cost)
-    assert "it hurts" in run_ranks(2, near_zero, codec, {"loss_floor": 0.0}, unit)[0]["error"]
+    assert "it hurts" in stopped["error"]
 
 
 def test_a_resumed_run_knows_its_first_loss():

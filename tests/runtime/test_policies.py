@@ -76,6 +76,7 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize("link", [{"mode": "blocking"}, {"depth": 2}], ids=["blocking", "depth 2"])
+@pytest.mark.extended(keep=1)
 def test_resuming_goes_on_exactly_and_evaluation_does_not_disturb(link, saved):
     """From the middle of an interval, over another link, and with evaluation before every step."""
     folder, whole = saved
