@@ -278,13 +278,17 @@ class Board(Keys):
         start = kept[0] if kept else end  # before the first call nothing is here
         end = min(end, start + 8)
         for number in range(start, end):
-            for replica in self._numbers(f"{number}/senders/{slot}"):
-                self.delete_packet(number, slot, replica)
-            names = ("announced", "came", "candidates", "votes", "alive", "outcome") if slot == 0 else ()
-            for name in (f"senders/{slot}", *names):
-                self._delete(f"{number}/{name}")
+            self.delete_round(number, slot)
         if start < end or not kept:
             self._set(f"kept/{slot}", str(end))
+
+    def delete_round(self, number: int, slot: int) -> None:
+        """Delete the packets of this slot; slot 0 deletes the rest, too, its outcome last."""
+        for replica in self._numbers(f"{number}/senders/{slot}"):
+            self.delete_packet(number, slot, replica)
+        names = ("announced", "came", "candidates", "votes", "alive", "outcome") if slot == 0 else ()
+        for name in (f"senders/{slot}", *names):
+            self._delete(f"{number}/{name}")
 
     # An anchor on its way to a newcomer
 

@@ -101,7 +101,7 @@ class Rounds:
         self._limit = patience(options)
         self._deletes = False  # whether this replica deletes old rounds, for all
         self._own: tuple[int, str, Tensor | None] = -1, "", None  # round, digest and bytes of its last packet
-        self._last_beat = -BEAT_S
+        self._last_beat = self._last_look = -BEAT_S
         self._moved_chunks = 0
         self._voting: int | None = None  # the round in which others wait for the vote of this replica
         self._kept_rounds = KEPT_ROUNDS
@@ -238,17 +238,30 @@ class Rounds:
             if number > position.round:
                 self._board.announce(number, self.number)
             self._launch.set_exchange(exchange, number)
-        number = self._wait(lambda: self._launch.exchange(exchange), "the round of slot 0")
-        if number > position.round and self._board.outcome(position.round) is None:
-            raise CompressionError(f"round {position.round} was long ago; a new anchor is needed")
-        return number
+        return self._wait(lambda: self._launch.exchange(exchange), "the round of slot 0")
+
+    def _is_open(self, number: int) -> bool:
+        """Return whether a round has no outcome yet.
+
+        Raises:
+            CompressionError: others have deleted its outcome, while this replica was stopped, or slow.
+        """
+        self._last_look = time.monotonic()
+        head = self._board.head()  # before the outcome, which is there when the head moves on
+        if self._board.outcome(number) is not None:
+            return False
+        if head.round <= number:
+            return True
+        for slot in {0, self._slot}:  # nobody else deletes what this replica has written since
+            self._board.delete_round(number, slot)
+        raise CompressionError(f"round {number} was long ago; a new anchor is needed")
 
     def _follow(
         self, anchor: Anchor, position: Position, codec: DeltaCodec
     ) -> tuple[Anchor, Position, tuple[int, ...]]:
         """Wait for the outcome of the round at `position`, and apply it to `anchor`."""
         number, total, summed = position.round, None, None
-        if self._board.outcome(number) is None:
+        if self._is_open(number):
             candidates = self._candidates(number)
             self._voting = number if self._slot == 0 else None
             bad, total = self._sum(number, candidates, codec)
@@ -256,7 +269,7 @@ class Rounds:
             self._launch.set_checked(self._slot, number, bad)
             if self._slot == 0:
                 self._conclude(number, candidates)
-        text = self._wait(lambda: self._board.outcome(number), f"the outcome of round {number}")
+        text = self._wait_in(number, lambda: self._board.outcome(number), f"the outcome of round {number}")
         members = members_of(text)
         if members != summed:
             bad, total = self._sum(number, members, codec)
@@ -292,7 +305,7 @@ class Rounds:
                     return self._board.decide_candidates(number, came if is_enough else [])
             return self._board.candidates(number)
 
-        return self._wait(ready, f"the other slots of this replica in round {number}")
+        return self._wait_in(number, ready, f"the other slots of this replica in round {number}")
 
     def _sum(
         self, number: int, replicas: Sequence[int], codec: DeltaCodec
@@ -331,10 +344,10 @@ class Rounds:
         bad: dict[int, str] = {}
         for slot in range(self._slots):
             checked = functools.partial(self._checked, number, slot)
-            bad |= self._wait(checked, f"slot {slot} in round {number}")
+            bad |= self._wait_in(number, checked, f"slot {slot} in round {number}")
         self._board.vote(number, self.number, sorted(bad))
         self._voting = None
-        outcome = self._wait(self._vote_counter(number, candidates), f"votes of round {number}")
+        outcome = self._wait_in(number, self._vote_counter(number, candidates), f"votes of round {number}")
         for replica in sorted(set(candidates).difference(members_of(outcome))):
             why = bad.get(replica, "other replicas cannot read its packet")
             log.warning("ds_compress: round %d: replica %s is left out: %s", number, replica, why)
@@ -380,6 +393,16 @@ class Rounds:
         given = [each[0] for each in self._board.newcomers().values() if each is not None]
         needed = [each for each in given if each > number - self._kept_rounds]
         return min([number - KEPT_ROUNDS + 1, *needed])
+
+    def _wait_in(self, number: int, ready: Callable[[], Found | None], what: str) -> Found:
+        """Like `_wait`, while the round is in the store."""
+
+        def ready_in_round() -> Found | None:
+            if time.monotonic() - self._last_look >= BEAT_S:
+                self._is_open(number)
+            return ready()
+
+        return self._wait(ready_in_round, what)
 
     def _wait(self, ready: Callable[[], Found | None], what: str) -> Found:
         """Return what `ready` returns, when it is not None.

@@ -809,6 +809,35 @@ def test_one_that_is_far_behind_needs_another_anchor(store):
     assert "a new anchor is needed" in refusal(play, [late], [0.1])
 
 
+@pytest.mark.parametrize("where", ["put_packet", "candidates", "packet"])
+def test_one_that_was_stopped_in_a_round_of_long_ago_leaves_at_once(store, where, monkeypatch):
+    """The others had deleted the round. It waited eleven minutes for their decisions, or decided the round
+    again, alone, and its packet stayed in the store for ever."""
+    monkeypatch.setattr(rounds_module, "BEAT_S", 0.1)
+    first, stopped = Launch(store), Launch(store)
+    play([first, stopped], [0.1, 0.1])
+    has_stopped, goes_on = threading.Event(), threading.Event()
+
+    def stop(*_):
+        has_stopped.set()
+        goes_on.wait(PATIENCE)
+
+    for slot in stopped.slots:
+        setattr(slot._board, where, wrapped(getattr(slot._board, where), before=stop))
+    futures = stopped.start(0.1)
+    own = first.start(0.1) if where == "packet" else []
+    has_stopped.wait(PATIENCE)
+    if own:
+        first.slots[0]._board.decide_outcome(1, [first.number])
+        first.finish(own)
+    for _ in range(1 + KEPT_ROUNDS):
+        play_without_others([first], [0.1])
+    goes_on.set()
+    for future in futures:
+        assert "round 1 was long ago; a new anchor is needed" in str(future.exception(20))
+    assert not [key for key in store.list_keys() if key.startswith(f"{PREFIX}1/")]
+
+
 def test_a_position_names_all_outcomes():
     one, other = Position(0, "a").after("x"), Position(0, "a").after("y")
     assert one.round == other.round == 1 and one != other and one.after("x") != other.after("x")
