@@ -10,6 +10,7 @@
 If a rank fails, the caller lets all of them leave.
 """
 
+import functools
 import json
 import os
 from concurrent.futures import Future
@@ -23,7 +24,7 @@ from ds_compress.errors import CompressionError, in_one_line
 from ds_compress.sites.board import Position, digest_of
 from ds_compress.sites.outer_step import Anchor
 from ds_compress.sites.rounds import patience
-from ds_compress.sites.store import connect
+from ds_compress.sites.store import CONNECT_S, connect
 from ds_compress.sites.worker import Worker
 
 
@@ -59,7 +60,8 @@ class Join:
         verdict: dict[str, Any] = {"address": address, "own": position}
         try:
             self.worker = self._connect(address, *([probe.result()] if probe else []))
-            verdict["membership"] = self.worker.rounds.join({**settings, **launch}, position)
+            join = functools.partial(self.worker.rounds.join, {**settings, **launch}, position)
+            verdict["membership"] = self.worker.result(join, CONNECT_S)
         except CompressionError as error:
             verdict["refused"] = str(error)
         except (OSError, RuntimeError) as error:
@@ -89,8 +91,9 @@ class Join:
         if is_newcomer:
             limit = f"at most {patience(self._options):g} s without progress"
             say(f"replica {number} waits for the weights of another, {limit}")
-            anchor, position = rounds.catch_up(own.values.numel(), verdict["own"].digest)
-        rounds.take_part(anchor or own, position)
+            catch_up = functools.partial(rounds.catch_up, own.values.numel(), verdict["own"].digest)
+            anchor, position = self.worker.result(catch_up, patience(self._options))
+        self.worker.result(functools.partial(rounds.take_part, anchor or own, position), CONNECT_S)
         return anchor, position
 
     def _connect(self, address: str, *known: Any) -> Worker:

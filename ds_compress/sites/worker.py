@@ -4,7 +4,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 from torch import distributed as dist
@@ -45,6 +45,21 @@ class Worker:
         future: Future[Found] = Future()
         self._tasks.put((future, task))
         return future
+
+    def result(self, task: Callable[[], Found], limit: float) -> Found:
+        """Run a task in the thread; return its result.
+
+        Args:
+            limit: seconds for which the store may be silent; a call of it has none of its own.
+
+        Raises:
+            RuntimeError: the store does not answer.
+        """
+        future = self.run(task)
+        while not wait([future], 0.1).done:
+            if self.silence() > limit:
+                raise RuntimeError("the replica store does not answer")
+        return future.result()
 
     def close(self) -> None:
         self._tasks.put(None)

@@ -17,7 +17,7 @@ import torch
 from torch.distributed import TCPStore
 
 from ds_compress.config.replicas import STORE
-from ds_compress.sites import board, traffic
+from ds_compress.sites import board, join, traffic, worker
 from ds_compress.sites.simulation import SimulatedRounds
 from ds_compress.sites.store import connect
 from ds_compress.sites.worker import _work
@@ -376,3 +376,24 @@ def test_training_does_not_wait_for_a_store_that_does_not_answer(connections, st
     """A store that was busy with strangers stalled a step by 16 s."""
     config = ds_config({**block(), "link": {"connections": connections}})
     assert run_launches(1, 1, silent, config) == [[(True, 0)]]
+
+
+def join_silent(launch, config):
+    """Come back to a store that accepts the connection, and then does not answer; return what is logged."""
+    lines = log_lines()
+    engine, data, outer = start(launch, config)
+    go_on(engine, data, 3)
+    outer.collect()
+    outer._leave("the test says so")
+    outer._probe, answers = Future(), threading.Event()
+    outer._probe.set_result(SimpleNamespace(compare_set=lambda *_: answers.wait()))
+    join.CONNECT_S = worker.EXIT_S = 0.1
+    go_on(engine, data, 3)
+    answers.set()
+    return lines[-1]
+
+
+def test_training_goes_on_if_a_store_falls_silent_while_a_site_joins(store):
+    """A site waited for ever: the host of the store was stopped after it had accepted the connection."""
+    ((line,),) = run_launches(1, 1, join_silent, ds_config(block(delay=0)))
+    assert "trains on alone" in line and "the replica store does not answer" in line
