@@ -217,16 +217,19 @@ class AnchorReceiver:
 
     def _watch(self, digest: str) -> Callable[[], bool | None]:
         """Return what looks for an anchor; without signs of life of others this launch goes on alone."""
-        beats, heard = "", time.monotonic()
+        signs: tuple[str, Position] | None = None
+        heard = time.monotonic()
 
         def ready() -> bool | None:
-            nonlocal beats, heard
+            nonlocal signs, heard
             if self._board.shipment(self._newcomer, self._slot) or self._launch.alone() is not None:
                 return True
-            if self._slot == 0 and (now := self._board.beats()) != beats:
-                beats, heard = now, time.monotonic()
-            if self._slot == 0 and time.monotonic() - heard > ABANDONED_S:
-                head = self._board.head()
+            if self._slot:
+                return None
+            head = self._board.head()  # another newcomer that goes on alone moves it before it gives signs
+            if (now := (self._board.beats(), head)) != signs:
+                signs, heard = now, time.monotonic()
+            if time.monotonic() - heard > ABANDONED_S:
                 self._board.move_head(head, Position(head.round, digest))
                 self._board.forget_newcomer(self._newcomer)
                 self._launch.go_alone(head.round)

@@ -626,6 +626,24 @@ def test_a_newcomer_goes_on_alone_if_all_others_are_gone(store, monkeypatch):
     assert result.members == (newcomer.number,)
 
 
+def test_of_newcomers_whose_others_are_gone_one_goes_on_and_hands_over_to_the_rest(store, clock):
+    """All had been killed, and came back at once from checkpoints of other ages: each went on alone, with
+    another anchor in the same round."""
+    play([Launch(store)], [0.1])
+    newcomers = [Launch(store, digest=digest) for digest in ("early", "late")]
+    firsts = [each.slots[0] for each in newcomers]
+    looks = [
+        handover.AnchorReceiver(each._board, each._launch, each.number, 0, SLOTS, each._wait)._watch(digest)
+        for each, digest in zip(firsts, ("early", "late"))
+    ]
+    assert [look() for look in looks] == [None, None]
+    clock.now += handover.ABANDONED_S + 1
+    for look in looks:  # the second one before the first one has given a sign of life
+        look()
+    assert [each._launch.alone() for each in firsts] == [1, None]
+    assert firsts[0]._board.head() == Position(1, "early")
+
+
 @pytest.mark.parametrize("harm", ["a byte", "no packet"])
 def test_a_bad_packet_leaves_out_its_replica_on_all_slots(store, harm, caplog):
     """The second slot's packet alone is bad; both slots have to leave the replica out."""
