@@ -230,7 +230,11 @@ def _is_same(one: dict[str, Series], other: dict[str, Series]) -> bool:
     if (sent in one) != (sent in other) or (len(sizes) > 1 and 1 not in sizes):
         return False
     pairs = zip(*(own[LOSS][-min(sizes) :] for own in (one, other)))
-    return all(a[0] == b[0] and math.isclose(a[1], b[1], rel_tol=1e-6) for a, b in pairs)
+    return all(a[0] == b[0] and _is_close(a[1], b[1]) for a, b in pairs)
+
+
+def _is_close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-6) or (math.isnan(one) and math.isnan(other))
 
 
 def _name(path: Path, place: Path) -> str:

@@ -254,6 +254,19 @@ def test_a_tensorboard_folder(tmp_path):
     assert [run.name for run in read_runs(tmp_path / "mine")] == ["mine"]
 
 
+def test_a_run_whose_loss_became_nan(tmp_path, capsys):
+    """Two monitors wrote it, and as nan equals nothing it counted as two runs of one name: no report."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    losses = [(32, 2.0), (64, 1e22), (96, math.nan), (128, math.nan)]
+    write_csv(tmp_path / "diverged" / "csv", LOSS, losses)
+    with SummaryWriter(tmp_path / "diverged" / "tensorboard") as writer:
+        for samples, value in losses:
+            writer.add_scalar(LOSS, value, samples)
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.startswith("diverged: loss nan\n")
+
+
 def test_without_matplotlib_there_is_still_text(tmp_path, capsys, monkeypatch):
     """It was once refused, headlines and table included."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
