@@ -11,6 +11,7 @@ from ds_compress.config import DIRECTIONS
 from ds_compress.monitor.metrics import stage_ms
 
 SIZE = (9, 5)  # inches
+COLUMNS, LINE = 100, 0.1  # characters of a name that fit below a picture side by side; inches of one
 COLORS = {
     "compute and idle": "#b8c4ce",
     "encode": "#d95f02",
@@ -31,8 +32,9 @@ def _axes(title: str, x: str, y: str) -> tuple[Figure, Any]:
 def loss_against_steps(runs: list[RecordedRun]) -> Figure | None:
     figure, axes = _axes("Training loss", "samples", "loss")
     for number, run in enumerate(runs):
-        axes.plot(*zip(*run.series[LOSS]), label=run.name, color=f"C{number}")
-    axes.legend()
+        axes.plot(*zip(*run.series[LOSS]), color=f"C{number}")
+    # as `label=` of a line, a name that begins with _ is left out
+    axes.legend(axes.lines, [_literal(run.name) for run in runs])
     return figure
 
 
@@ -65,7 +67,17 @@ def _mark(axes: Any, x: int, value: float, label: str) -> None:
 
 def _name_bars(axes: Any, names: list[str]) -> None:
     axes.grid(False, axis="x")
-    axes.set_xticks(range(len(names)), names, fontsize="small")
+    widest = max(len(line) for name in names for line in name.splitlines())
+    is_crowded = widest * len(names) > COLUMNS
+    if is_crowded:
+        axes.figure.set_figheight(SIZE[1] + LINE * widest)
+    turn = 90 if is_crowded else 0
+    axes.set_xticks(range(len(names)), map(_literal, names), fontsize="small", rotation=turn)
+
+
+def _literal(name: str) -> str:
+    """Return `name` such that matplotlib shows it as it is, and not as a formula between dollar signs."""
+    return name.replace("$", r"\$")
 
 
 def step_time(runs: list[RecordedRun]) -> Figure | None:

@@ -267,6 +267,25 @@ def test_a_run_whose_loss_became_nan(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("diverged: loss nan\n")
 
 
+def test_names_are_shown_as_they_are(tmp_path):
+    """A name with two dollar signs was a formula, a wrong one a traceback; one that began with _ had no entry
+    in the legend; and the names of many bars lay upon each other."""
+    from ds_compress.cli.plots import PLOTS
+
+    names = ["none", "_mine", "lr$10^$", "a run with a long name"]
+    for name in names:
+        write_run(tmp_path / name / "csv", 1000)
+    found = sorted(read_runs(tmp_path), key=lambda run: names.index(run.name))
+    figures = [plot(found) for plot, _ in PLOTS.values()]
+    for figure in figures:
+        figure.savefig(tmp_path / "picture.png")
+    shown = [text.get_text().replace(r"\$", "$") for text in figures[0].axes[0].get_legend().get_texts()]
+    assert shown == names
+    for figure in figures[1:]:
+        boxes = [text.get_window_extent() for text in figure.axes[0].get_xticklabels()]
+        assert all(one.x1 <= next_one.x0 + 1 for one, next_one in itertools.pairwise(boxes))
+
+
 def test_without_matplotlib_there_is_still_text(tmp_path, capsys, monkeypatch):
     """It was once refused, headlines and table included."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
