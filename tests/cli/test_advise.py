@@ -1,7 +1,10 @@
 """ds-compress advise: what it recommends, and what it refuses."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -50,6 +53,15 @@ def test_the_answer_comes_first_one_line_and_a_block_to_paste(capsys):
     assert answer.startswith("Use ") and " times as fast, " in answer and "limits it then" in answer
     block = json.loads(f"{{{pasted}}}")["ds_compress"]
     assert f"link depth {block['link']['depth']}" in answer and Config(block)
+
+
+@pytest.mark.extended
+def test_json_is_all_that_is_printed():
+    """Without a GPU, DeepSpeed logs to stdout which accelerator it takes: that stood before the JSON."""
+    command = [sys.executable, "-m", "ds_compress", "advise", *ARGUMENTS, *SLOW_LINK, "--json"]
+    environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert json.loads(done.stdout)["best"], done.stderr
 
 
 def test_what_loses_too_much_is_never_proposed(capsys):

@@ -15,7 +15,7 @@ from pathlib import Path
 from ds_compress.cli.advise.format import format_footprint, format_row, format_verdict
 from ds_compress.cli.advise.planner import list_recipes, predict_run, read_recipe_files, workload_from
 from ds_compress.cli.arguments import add_import, add_message, device, integer, number, numbers
-from ds_compress.cli.console import show
+from ds_compress.cli.console import importing_deepspeed, show
 from ds_compress.config import KEY
 from ds_compress.config.recipes import DEFAULT, LIMITS
 from ds_compress.planning import choice
@@ -136,7 +136,8 @@ def run(args: argparse.Namespace) -> int:
     network = LinkSpeed(bandwidth=args.gbps * 1e9 / 8, latency=args.latency_ms / 1e3)
     limits = LIMITS[args.quality]
     recipes = list_recipes(args, files, footprint, network, limits)
-    rows = choice.rank(workload, (network,) * (args.stages - 1), recipes)
+    with importing_deepspeed():  # whose schedules are replayed
+        rows = choice.rank(workload, (network,) * (args.stages - 1), recipes)
     best = choice.pick_best(rows, limits)
     block = best["block"] if best else rows[0]["block"]
     if args.json:
