@@ -247,7 +247,10 @@ def write(path: Path, tensors: Mapping[str, Tensor], codec: Codec, **metadata: A
     text = json.dumps(complete.model_dump(mode="json", by_alias=True, exclude=unused))
     part = path.with_suffix(".part")
     try:
+        part.touch()
+        mode = part.stat().st_mode  # of a new file: safetensors makes one that its owner alone may read
         save_file(entries, part, {"state": text, "hash": _hash_of_text(text)})
+        part.chmod(mode)
         part.rename(path)
     finally:
         part.unlink(missing_ok=True)

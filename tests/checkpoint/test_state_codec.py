@@ -49,6 +49,14 @@ def test_a_file_is_smaller_and_has_what_the_codec_kept(codec, ratio, tmp_path):
     assert ratio * sizes[0] <= sizes[1] or codec == "none"
 
 
+def test_who_may_read_other_new_files_may_read_the_state(tmp_path):
+    """safetensors 0.8 writes files that their owner alone may read; those of DeepSpeed beside them have the
+    mode of the umask, so another user of a shared folder could not resume."""
+    other = tmp_path / "other"
+    other.touch()
+    assert saved(tmp_path / "state", "none", state()).path.stat().st_mode == other.stat().st_mode
+
+
 @pytest.mark.parametrize("change", ["missing", "other", "resized"])
 def test_a_part_that_is_damaged_is_not_decoded(change, tmp_path):
     file = saved(tmp_path / "state.safetensors", CODES, state())
