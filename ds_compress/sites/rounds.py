@@ -254,7 +254,10 @@ class Rounds:
             return True
         for slot in {0, self._slot}:  # nobody else deletes what this replica has written since
             self._board.delete_round(number, slot)
-        raise CompressionError(f"round {number} was long ago; a new anchor is needed")
+        raise CompressionError(
+            f"round {number} was long ago; a new anchor is needed; if this site is always so slow, "
+            "let it compute fewer micro-batches a step"
+        )
 
     def _follow(
         self, anchor: Anchor, position: Position, codec: DeltaCodec
