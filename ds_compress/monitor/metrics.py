@@ -195,7 +195,8 @@ def uncompressed_step_ms(step_ms: float, channels: Channels, ranks: int) -> floa
     """Estimate the duration of the step with every message sent as it is, from the measurements of a
     compressed step.
 
-    Time on the link grows with the bytes. What a receiver waited for while its packet was on its way is taken
+    Time on the link is taken to grow with the bytes, which its latency does not: on far links, and under
+    DualPipeV, the estimate is too large. What a receiver waited for while its packet was on its way is taken
     as exposed and grows so; what was hidden stays hidden until one channel alone takes longer than the step.
     The codec's time goes away on the rank where that and the growth together make the largest difference.
 
