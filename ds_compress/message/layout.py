@@ -94,6 +94,9 @@ class MessageLayout:
         """
         most = self.most_bytes(codec)
         larger = f"at most {most:,} bytes" if most > self.compressed_bytes(codec) else ""
+        taken = [spec for spec, why in zip(self.specs, self.exempt) if not why]
+        if isinstance(codec, VariableSizePayload) and any(map(codec.planned_extra_payload, taken)):
+            larger = "at most: the size follows from the data"
         numbers: dict[str, list[str]] = {}
         for number, reason in enumerate(self.exempt if len(self.specs) > 1 else ()):
             numbers.setdefault(f"uncompressed, {reason}" if reason else "compressed", []).append(str(number))
