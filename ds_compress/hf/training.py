@@ -1,5 +1,6 @@
 """One rank of a fine-tuning run: data, model and engine, training with checkpoints, evaluation."""
 
+import contextlib
 import errno
 import json
 import math
@@ -160,11 +161,9 @@ class FinetuneRun:
             CompressionError: on every rank, if the optimizer is of another type: the state of one makes
                 others fail in their first step.
         """
-        try:
+        before = now = self.settings.model_dump(mode="json")
+        with contextlib.suppress(CompressionError):  # of a start that was killed as it wrote them
             before = read_settings(self.folder.path / NAME).model_dump(mode="json")
-        except CompressionError:  # a start that was killed as it wrote them
-            return ""
-        now = self.settings.model_dump(mode="json")
         changed = list(_differing_paths(before, now))
         with raised_on_all_ranks():
             if "ds_config.optimizer.type" in changed:

@@ -67,6 +67,15 @@ def test_a_machine_that_lost_its_checkpoint_is_named_on_every_rank(trained, tmp_
     assert first.startswith("train.json.out: rank 1 does not find its part of step4 on its machine; ")
 
 
+def test_a_machine_whose_settings_are_damaged_goes_on_with_the_others(trained, tmp_path):
+    """It compared them with nothing, and was in another collective than the others."""
+    path, after = trained
+    copy = tmp_path / "copy"
+    shutil.copytree(path.parent, copy)
+    (copy / "machine1" / "train.json").write_text("{")
+    assert run_ranks(2, finetune, copy / "train.json", 4) == [after, after]
+
+
 def test_layers_that_are_on_another_machine_are_explained(trained, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(trained[0].parent / "machine0", out)
