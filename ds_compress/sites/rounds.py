@@ -222,6 +222,7 @@ class Rounds:
 
     def idle(self) -> float:
         """Like `tend`, between two exchanges: newcomers that wait get the anchor of this replica."""
+        self._voting = None  # of an exchange that has failed
         if time.monotonic() - self._last_beat >= BEAT_S:
             self._sender.hand_over(self.number, self._kept_rounds)
             self._sender.begin_uploads()
