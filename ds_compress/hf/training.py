@@ -158,7 +158,7 @@ class FinetuneRun:
         """Name what differs from the settings of the last start, as a part of a line; empty if nothing does.
 
         Raises:
-            CompressionError: on every rank, if the optimizer is of another type: the state of one makes
+            CompressionError: on every rank, if the optimizer is of another kind: the state of one makes
                 others fail in their first step.
         """
         before = now = self.settings.model_dump(mode="json")
@@ -166,13 +166,13 @@ class FinetuneRun:
             before = read_settings(self.folder.path / NAME).model_dump(mode="json")
         changed = list(_differing_paths(before, now))
         with raised_on_all_ranks():
-            if "ds_config.optimizer.type" in changed:
-                saved, asked = (each["ds_config"]["optimizer"]["type"] for each in (before, now))
-                if saved.lower() != asked.lower():  # DeepSpeed takes "adam" for "Adam"
+            saved, asked = (_optimizer_kind(each["ds_config"]["optimizer"]) for each in (before, now))
+            for key in asked:
+                if str(saved[key]).lower() != str(asked[key]).lower():  # DeepSpeed takes "adam" for "Adam"
                     raise CompressionError(
-                        f"{NAME}.ds_config.optimizer.type: {shown(asked)} is not allowed: {checkpoint} "
-                        f"in {self.folder.path} has the state of {shown(saved)}; use that, or choose a new "
-                        "folder"
+                        f"{NAME}.ds_config.optimizer.{key}: {shown(asked[key])} is not allowed: {checkpoint} "
+                        f"in {self.folder.path} has the state of {shown(saved[key])}; use that, or choose a "
+                        "new folder"
                     )
         return f" (changed since its last start: {', '.join(changed)})" if changed else ""
 
@@ -367,6 +367,13 @@ def complete_ds_config(settings: Settings, dtype: torch.dtype | None) -> dict[st
         defaults = {"data_types": {"grad_accum_dtype": "fp32"}, "zero_allow_untested_optimizer": True}
         config = defaults | config
     return config
+
+
+def _optimizer_kind(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """Return what decides which state an optimizer keeps, by key."""
+    params = optimizer.get("params") or {}
+    switches = {f"params.{name}": bool(params.get(name)) for name in ("torch_adam", "amsgrad", "centered")}
+    return {"type": optimizer["type"], **switches}
 
 
 def _differing_paths(before: Any, now: Any, path: str = "") -> Iterator[str]:

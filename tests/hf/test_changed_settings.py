@@ -53,13 +53,17 @@ def refused(path):
 
 
 def test_what_a_checkpoint_does_not_fit_is_named(tmp_path):
-    """SGD ended in its first step, in `KeyError: 'momentum'`; DeepSpeed's reasons do not tell the cause."""
+    """SGD ended in its first step, in `KeyError: 'momentum'`, and amsgrad in `KeyError: 'max_exp_avg_sq'`;
+    DeepSpeed's reasons do not tell the cause."""
     path = prepare(tmp_path, stages=1, eval_sequences=1, steps=2, ds_config=with_rate(0.02))
     run_ranks(1, start, path)
     other = {**DS_CONFIG, "optimizer": {"type": "SGD", "params": {"lr": 0.02}}}
     (said,) = run_ranks(1, refused, change(path, ds_config=other))
     assert said.startswith("train.json.ds_config.optimizer.type: 'SGD' is not allowed: step2 in ")
     assert said.endswith(" has the state of 'Adam'; use that, or choose a new folder")
+    other = {**DS_CONFIG, "optimizer": {"type": "adam", "params": {"torch_adam": True, "amsgrad": True}}}
+    (said,) = run_ranks(1, refused, change(path, ds_config=other))
+    assert said.startswith("train.json.ds_config.optimizer.params.amsgrad: True is not allowed: step2 in ")
     other = {**with_rate(0.02), "zero_optimization": {"stage": 1}}
     (said,) = run_ranks(1, refused, change(path, ds_config=other))
     cause = "(changed since its last start: ds_config.zero_optimization)"
