@@ -88,8 +88,9 @@ def test_one_that_waits_for_nobody_is_told_once_the_time_has_run_out():
 def renumbered(path):
     """What ranks 0 and 1 of a second job of the same processes gather, whose numbers have moved on by one."""
     rank = dist.get_rank()
-    if rank < 2:
-        connect([((0, 1), 2)], seconds=60)
+    made = connect([((0, 1), 2)], seconds=60) if rank < 2 else []
+    dist.barrier()  # one side is connected before the other
+    made.clear()
     dist.destroy_process_group()
     rank = (rank + 1) % 3
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=3)
@@ -128,6 +129,7 @@ def roomy():
     files, (_, hard) = psutil.Process().num_fds(), resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files + 10, hard))
     made = connect([((0, 1), 30)], seconds=60)[0]
+    dist.barrier()  # one side is connected before the other
     return len(made), files + 10, *resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
@@ -139,6 +141,7 @@ def test_a_soft_limit_of_open_files_is_raised():
 def forked():
     """How a fork ends that collects, or ends with, the connections of its parent."""
     made = connect([((0, 1), 3)], seconds=60)[0]
+    dist.barrier()  # one side is connected before the other
     ends = []
     for collects in (True, False):
         if (child := os.fork()) == 0:

@@ -24,9 +24,11 @@ def clients_of_the_store():
 def count_clients():
     before = clients_of_the_store()
     if dist.get_rank() == 1:
-        connect([((0, 1), 3), ((1, 2), 3)], seconds=60)
+        made = connect([((0, 1), 3), ((1, 2), 3)], seconds=60)
     else:
-        connect([(sorted([1, dist.get_rank()]), 3)], seconds=60)
+        made = connect([(sorted([1, dist.get_rank()]), 3)], seconds=60)
+    dist.barrier()  # one side is connected before the other
+    assert made
     return before, clients_of_the_store()
 
 
