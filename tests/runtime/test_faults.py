@@ -55,8 +55,9 @@ def test_living_ranks_stop_while_connections_are_probed(fault, at):
 
 def check(fault, at, endings, is_silent):
     living = [ending for rank, ending in enumerate(endings) if rank != at or not is_silent]
-    assert all(ending.seconds < math.inf for ending in living), living
-    assert all(ending.code == 1 for ending in living), living
-    assert all(len(ending.messages) == 1 and not ending.chained for ending in living), living
+    told = "\n".join(map(str, living))  # whole, where pytest would shorten a list
+    assert all(ending.seconds < math.inf for ending in living), told
+    assert all(ending.code == 1 for ending in living), told
+    assert all(len(ending.messages) == 1 and not ending.chained for ending in living), told
     says = SAYS.get(fault, SAYS[fault.partition("-")[0]]).format(at=at)
-    assert any(re.search(says, ending.messages[0]) for ending in living), living
+    assert any(re.search(says, ending.messages[0]) for ending in living), told
