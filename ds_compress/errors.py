@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 REQUIRE = "DS_COMPRESS_REQUIRE"
 """Environment variable: 1 makes an engine that would train uncompressed an error."""
@@ -44,6 +45,15 @@ def shown(value: object) -> str:
 def shown_key(key: object) -> str:
     """Format `key` as a part of a JSON path: as it is where it is a plain word or number, else quoted."""
     return key if isinstance(key, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,40}", key) else shown(key)
+
+
+def differences(ours: Any, theirs: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield where two values of JSON types differ: the JSON path, from `path` on, and both values."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key in ours | theirs:
+            yield from differences(ours.get(key), theirs.get(key), f"{path}.{shown_key(key)}")
+    elif ours != theirs:
+        yield path, ours, theirs
 
 
 def is_required() -> bool:

@@ -16,7 +16,7 @@ from ds_compress.codecs.lowrank import LowRank
 from ds_compress.codecs.mixins import layers
 from ds_compress.codecs.sparse import RandomK
 from ds_compress.config import Config
-from ds_compress.errors import CompressionError
+from ds_compress.errors import CompressionError, differences
 
 logger = logging.getLogger("ds_compress")
 
@@ -39,8 +39,8 @@ def agree(
     if rank == 0:
         verdict = _verdict(keys, world_size, timeout)
         keys.set("verdict", json.dumps(verdict))
-        # rank 0 often hosts the store: it must not go away before the others have read why; if one of them
-        # is absent, those that are late have had that time, too
+        # rank 0 often hosts the store: it must not go away before the others have read why. They have about a
+        # second in all: after the first one that is late, the next ones are not given another
         late = False
         for other in range(1, world_size) if verdict else ():
             late = not _wait(keys, f"{other}/read", 0.1 if late else 1) or late
@@ -73,9 +73,7 @@ def _verdict(keys: Store, world_size: int, timeout: float) -> str:
         ranks = ", ".join(map(str, absent))
         return f"ds_compress: rank {ranks} did not answer within {timeout:g} s{_ABSENT}"
     for rank, answer in answers.items():
-        difference = _first_difference(answers[0]["settings"], answer["settings"], "ds_compress")
-        if difference:
-            path, ours, theirs = difference
+        for path, ours, theirs in differences(answers[0]["settings"], answer["settings"], "ds_compress"):
             return f"{path}: rank 0 has {ours!r}, rank {rank} has {theirs!r}; use the same on all nodes"
     return ""
 
@@ -101,16 +99,6 @@ def _wait(store: Store, key: str, seconds: float) -> bool:
     except RuntimeError:  # DistStoreError and DistNetworkError derive from it
         return False
     return True
-
-
-def _first_difference(ours: Any, theirs: Any, path: str) -> tuple[str, Any, Any] | None:
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        for key in [*ours, *(key for key in theirs if key not in ours)]:
-            found = _first_difference(ours.get(key), theirs.get(key), f"{path}.{key}")
-            if found:
-                return found
-        return None
-    return None if ours == theirs else (path, ours, theirs)
 
 
 def numerics_to_match(config: Config, device: torch.device) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class MessagePath:
         self.original = original
         self._left_alone = left_alone
         self.lookahead = Lookahead()  # of the schedule in progress, or of none
-        self.in_train_batch = False
+        self.in_train_batch = False  # whether `train_batch` runs: training, whatever mode the module is in
         self.is_eager = config.block.link.mode == "eager" and self.own_link is None
         self.stage = self.connect(p2p, depth)
         used = {channel.codec.name for b in self.stage.boundaries for channel in b.channels}
@@ -101,7 +101,7 @@ class MessagePath:
     def step_context(self) -> StepContext:
         """Return what messages from now on have in common."""
         engine = self.engine
-        # a module may override `train()`, to train without dropout for example
+        # one that overrides `train()`, to train without dropout for example, may be in evaluation mode
         training = torch.is_grad_enabled() and (self.in_train_batch or engine.module.training)
         masked = engine.has_attention_mask or engine.has_bool_tensors
         return StepContext(engine.global_steps, training, loss_scale(engine), int(masked))

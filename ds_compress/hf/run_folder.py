@@ -68,9 +68,12 @@ class RunFolder:
                 )
 
     def _lock(self) -> None:
-        """Keep other runs out of the folder until this process ends.
+        """Keep other runs out of the folder until this process ends; all ranks call it.
 
         Ranks train on where their launcher was killed, and the checkpoints of two runs would mix.
+
+        Raises:
+            CompressionError: on every rank, if a process of another run has the lock.
         """
         with self.write(LOCK):
             if self.is_owner:
@@ -146,22 +149,28 @@ class RunFolder:
                 self._copy_to_first(folder / name, size, source)
 
     def _copy_to_first(self, file: Path, size: int, source: int) -> None:
-        """Copy `file` of rank `source` to the same path on rank 0. All ranks take part: none of them waits
-        longer than a chunk takes, however long the file is.
+        """Copy `file` of rank `source`, of `size` bytes, to the same path on rank 0.
+
+        All ranks take part, and agree once a chunk: none of them waits longer than one takes.
+
+        Raises:
+            CompressionError: on every rank, if `source` cannot read the file, or rank 0 cannot write it.
         """
-        part = file.with_name(f"{file.name}.part")
-        for start in range(0, size, CHUNK):
-            length, data = min(CHUNK, size - start), b""
-            with raised_on_all_ranks(), failures_at(f"{NAME}.out: {file} cannot be read"):
-                if self._rank == source:
-                    with file.open("rb") as stored:
-                        stored.seek(start)
-                        data = stored.read(length)
-            data = broadcast_bytes(data, length, source)
-            with self.write(part.name):
-                if self._rank == 0:
-                    with part.open("ab" if start else "wb") as written:
+        part, data = file.with_name(f"{file.name}.part"), b""
+        for start in [*range(0, size, CHUNK), size]:
+            with raised_on_all_ranks():
+                if self._rank == 0 and start:  # the chunk before this one
+                    with (
+                        failures_at(f"{NAME}.out: {part} cannot be written"),
+                        part.open("ab" if start > CHUNK else "wb") as written,
+                    ):
                         written.write(data)
+                if self._rank == source and start < size:
+                    with failures_at(f"{NAME}.out: {file} cannot be read"), file.open("rb") as stored:
+                        stored.seek(start)
+                        data = stored.read(CHUNK)
+            if start < size:
+                data = broadcast_bytes(data, min(CHUNK, size - start), source)
         if self._rank == 0:
             part.replace(file)
 

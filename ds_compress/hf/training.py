@@ -18,7 +18,7 @@ from deepspeed import comm as dist
 from transformers import AutoTokenizer, PretrainedConfig, get_scheduler
 
 from ds_compress.engine.deepspeed import load_own_file_only, weights_file
-from ds_compress.errors import CompressionError, failures_at, in_one_line, shown, shown_key
+from ds_compress.errors import CompressionError, differences, failures_at, in_one_line, shown
 from ds_compress.hf.collective import gather_digests, raised_on_all_ranks
 from ds_compress.hf.data import IDS, Sequences
 from ds_compress.hf.input_checks import check_launch, check_length, check_tokens, zero_stage
@@ -122,7 +122,7 @@ class FinetuneRun:
         """Load the last complete checkpoint, if there is one.
 
         The optimizer's options, such as the learning rate, become those of train.json, which may have
-        changed; but a "scheduler" in `ds_config` goes on as it was saved.
+        changed. A "scheduler" in `ds_config` is restored from the checkpoint instead.
         """
         engine, settings, root = self.engine, self.settings, str(self.folder.path)
         step = self.folder.find_last_step(weights_file(engine))
@@ -157,14 +157,17 @@ class FinetuneRun:
     def _list_changes(self, checkpoint: str) -> str:
         """Name what differs from the settings of the last start, as a part of a line; empty if nothing does.
 
+        Args:
+            checkpoint: name of its folder, for errors.
+
         Raises:
-            CompressionError: on every rank, if the optimizer is of another kind: the state of one makes
+            CompressionError: on every rank, if the optimizer is of another kind: with the state of one,
                 others fail in their first step.
         """
         before = now = self.settings.model_dump(mode="json")
         with contextlib.suppress(CompressionError):  # of a start that was killed as it wrote them
             before = read_settings(self.folder.path / NAME).model_dump(mode="json")
-        changed = list(_differing_paths(before, now))
+        changed = sorted(path.removeprefix(".") for path, *_ in differences(before, now, ""))
         with raised_on_all_ranks():
             saved, asked = (_optimizer_kind(each["ds_config"]["optimizer"]) for each in (before, now))
             for key in asked:
@@ -374,16 +377,6 @@ def _optimizer_kind(optimizer: dict[str, Any]) -> dict[str, Any]:
     params = optimizer.get("params") or {}
     switches = {f"params.{name}": bool(params.get(name)) for name in ("torch_adam", "amsgrad", "centered")}
     return {"type": optimizer["type"], **switches}
-
-
-def _differing_paths(before: Any, now: Any, path: str = "") -> Iterator[str]:
-    """Yield the JSON paths at which two values differ."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in sorted(before.keys() | now.keys()):
-            below = f"{path}.{shown_key(key)}" if path else shown_key(key)
-            yield from _differing_paths(before.get(key), now.get(key), below)
-    elif before != now:
-        yield path
 
 
 def _perplexity_of(loss: float) -> float:

@@ -50,7 +50,7 @@ class Monitor(RuntimePart):
             engine: DeepSpeed's; it is not kept.
             boundaries: number of boundaries of the pipeline.
             link: name of the link in the start-up line.
-            notes: takes lines of every rank to the reporting one.
+            notes: where ranks leave lines for the reporting one.
             gradients: as for `lines.announcement`.
         """
         self.config = config

@@ -19,6 +19,7 @@ from ds_compress.config import KEY, Config
 from ds_compress.config.policies import ChannelKey, DecisionInput, Signal, ladders
 from ds_compress.config.policies.base import format_rung
 from ds_compress.errors import CompressionError, shown
+from ds_compress.kernels.numerics import wide
 from ds_compress.message.observer import Observer, SeenMessage
 from ds_compress.message.part import Change, MessageSource, RuntimePart, Step, Trainer
 
@@ -48,11 +49,7 @@ class GradientNorms(Observer):
         if not message_id.training or message_id.step < self._config.warmup_steps:
             return
         floats = [tensor for tensor in message.tensors if tensor.dtype.is_floating_point]
-        wide = [torch.promote_types(tensor.dtype, torch.float32) for tensor in floats]
-        norms = [
-            torch.linalg.vector_norm(tensor.detach(), dtype=dtype).float()
-            for tensor, dtype in zip(floats, wide)
-        ]
+        norms = [torch.linalg.vector_norm(x.detach(), dtype=wide(x.dtype)).float() for x in floats]
         norm = torch.linalg.vector_norm(torch.stack(norms)).double() / message.channel.boundary.loss_scale
         finite = norm.isfinite()
         found = torch.stack([torch.where(finite, norm, 0.0), finite.double()])

@@ -10,6 +10,7 @@ import pytest
 from torch import distributed
 from transformers import AutoModelForCausalLM
 
+from ds_compress.hf import run_folder
 from ds_compress.hf.merge import merge
 from ds_compress.hf.run_folder import RunFolder
 from ds_compress.hf.settings import read_settings
@@ -18,6 +19,8 @@ from tests.support.calls import wrapped
 from tests.support.finetuning import BLOCK, DS_CONFIG, losses, perplexity, prepare
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
+
+WEIGHTS = "layer_03-model_states.pt"
 
 
 def machine(folder):
@@ -32,6 +35,7 @@ def start(path, **changes):
 
 
 def finetune(path, steps):
+    run_folder.CHUNK = 1000  # many for a file
     run = start(path, steps=steps)
     run.run()
     return run.perplexity()
@@ -117,34 +121,27 @@ def test_a_checkpoint_that_one_machine_had_named_is_complete_on_all(tmp_path):
     assert run_ranks(2, last_step, tmp_path) == [4, 4]
 
 
-def full_disk(folder):
-    """What each rank says if rank 0 cannot write what rank 1 sends."""
+def collect(folder, rank, file):
+    """What each rank says if there is a folder where `rank` has to read, or write, `file`."""
     path = machine(folder)
-    (path / "step1").mkdir(parents=True)
-    (path / "step1" / "layer_03-model_states.pt").write_bytes(bytes(40_000_000))
-    if distributed.get_rank() == 0:
-        (path / "step1" / "layer_03-model_states.pt.part").mkdir()
+    step = path / "step1"
+    step.mkdir(parents=True)
+    if distributed.get_rank() == rank:
+        (step / file).mkdir()
+    if not (step / WEIGHTS).exists():
+        (step / WEIGHTS).write_bytes(bytes(40_000_000))
     return refusal(RunFolder(path, 1).collect_weights, 1)
 
 
 def test_weights_that_cannot_be_written_are_said_on_every_rank(tmp_path):
-    first, second = run_ranks(2, full_disk, tmp_path)
+    first, second = run_ranks(2, collect, tmp_path, 0, f"{WEIGHTS}.part")
     assert "layer_03-model_states.pt.part cannot be written: IsADirectoryError: " in first
     assert second == f"{first} [rank 0]"
 
 
-def unreadable_file(folder):
-    """What each rank says if rank 1 cannot read what it has to send."""
-    path = machine(folder)
-    (path / "step1").mkdir(parents=True)
-    if distributed.get_rank() == 1:
-        (path / "step1" / "layer_03-model_states.pt").mkdir()
-    return refusal(RunFolder(path, 1).collect_weights, 1)
-
-
 def test_weights_that_cannot_be_read_are_said_on_every_rank(tmp_path):
-    """The others lost their connection to it, and said that alone."""
-    first, second = run_ranks(2, unreadable_file, tmp_path)
+    """The others said only that their connection to it was lost."""
+    first, second = run_ranks(2, collect, tmp_path, 1, WEIGHTS)
     assert "layer_03-model_states.pt cannot be read: IsADirectoryError: " in second
     assert first == f"{second} [rank 1]"
 

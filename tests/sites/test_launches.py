@@ -321,7 +321,7 @@ def alone(launch, config, harm):
     another = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     another.set("ds_compress/outer/settings", harm)
     os.environ[STORE] = f"127.0.0.1:{another.port}"
-    outer._leave("the test says so")
+    outer._leave("why does not matter here")
     for _ in range(6):
         outer._probe.exception()
         engine.train_batch(data)
@@ -344,7 +344,7 @@ def cut_off(launch, config):
         run.return_value.done.return_value = True
         run.return_value.exception.return_value = refusal = ConnectionRefusedError("nobody listens")
         run.return_value.result.side_effect = refusal
-        outer._leave("the test says so")
+        outer._leave("why does not matter here")
         go_on(engine, data, 6)
     return run.call_count, outer._worker
 
@@ -384,7 +384,7 @@ def join_silent(launch, config):
     engine, data, outer = start(launch, config)
     go_on(engine, data, 3)
     outer.collect()
-    outer._leave("the test says so")
+    outer._leave("why does not matter here")
     outer._probe, answers = Future(), threading.Event()
     outer._probe.set_result(SimpleNamespace(compare_set=lambda *_: answers.wait()))
     join.CONNECT_S = worker.EXIT_S = 0.1

@@ -324,7 +324,7 @@ def test_a_replica_with_another_anchor_than_the_others_is_told(store):
     board.move_head(start, ours)
     assert "has gone on with another anchor" in refusal(board.move_head, start, theirs)
     board.move_head(ours, ours.after("next"))
-    board.move_head(start, theirs)  # of one that is behind nobody knows
+    board.move_head(start, theirs)  # it is behind: nobody can tell whether its anchor differs
     assert board.head() == ours.after("next")
 
 
@@ -852,7 +852,7 @@ def test_one_that_was_stopped_in_a_round_of_long_ago_leaves_at_once(store, where
         play_without_others([first], [0.1])
     goes_on.set()
     for future in futures:
-        assert "round 1 was long ago; a new anchor is needed" in str(future.exception(20))
+        assert "round 1 was long ago; a new anchor is needed" in str(future.exception(PATIENCE))
     monkeypatch.setattr(rounds_module, "BEAT_S", 0.0)
     for slot in stopped.slots:
         slot.idle()  # as its thread does until training looks at the result

@@ -7,10 +7,18 @@ import torch
 from torch import Tensor
 
 from ds_compress.kernels import native
-from ds_compress.kernels.entropy import format as code_format
 from ds_compress.kernels.entropy import reference
 from ds_compress.kernels.entropy.dithered import spare_words
-from ds_compress.kernels.entropy.format import CodeLayout, tables
+from ds_compress.kernels.entropy.format import (
+    CLASSES,
+    FINER,
+    KEYS,
+    LEVELS,
+    STEPS,
+    TOTAL,
+    CodeLayout,
+    tables,
+)
 from ds_compress.kernels.memory import scratch
 from ds_compress.kernels.native.function import FLAG, FLOATS, SIZE, WORD, Buffer, Function
 from ds_compress.kernels.quantize.grid import key_halves
@@ -18,8 +26,8 @@ from ds_compress.kernels.quantize.grid import key_halves
 __all__ = reference.__all__
 
 _COPIES = 4  # of the histogram
-_SPACE = 2 * code_format.KEYS * _COPIES + 4 * code_format.KEYS + 2
-_SUMS = 2 * (code_format.KEYS + 1)
+_SPACE = 2 * KEYS * _COPIES + 4 * KEYS + 2
+_SUMS = 2 * (KEYS + 1)
 _AT_ONCE = 2  # blocks that are coded together
 
 _FRAME: dict[str, Any] = {
@@ -28,7 +36,7 @@ _FRAME: dict[str, Any] = {
     "lanes": range(1, 33),
     "length": SIZE,
     "blocks": SIZE,
-    "classes": range(1, code_format.CLASSES + 1),
+    "classes": range(1, CLASSES + 1),
     "rows": SIZE,
 }
 _VALUES: dict[str, Any] = {"values": Buffer(FLOATS, ("numel",), dtype_from="bf16"), "bf16": FLAG}
@@ -43,11 +51,11 @@ _encode = Function(
     **_FRAME,
     is_sampled=FLAG,
     spare=SIZE,
-    first=Buffer((torch.int32,), (code_format.FINER, code_format.LEVELS[-1] + 1)),
-    units=Buffer((torch.int64,), (code_format.STEPS,)),
-    cost=Buffer((torch.int32,), (code_format.TOTAL + 1,)),
-    quarter=Buffer((torch.int32,), (code_format.FINER, 4 * (code_format.LEVELS[-1] + 1) + 1)),
-    inverse=Buffer((torch.float32,), (code_format.STEPS,)),
+    first=Buffer((torch.int32,), (FINER, LEVELS[-1] + 1)),
+    units=Buffer((torch.int64,), (STEPS,)),
+    cost=Buffer((torch.int32,), (TOTAL + 1,)),
+    quarter=Buffer((torch.int32,), (FINER, 4 * (LEVELS[-1] + 1) + 1)),
+    inverse=Buffer((torch.float32,), (STEPS,)),
     **_KEY,
     tolerance=range(1 << 8),
     keys=Buffer((torch.int16,), ("numel",)),
@@ -61,7 +69,7 @@ _decode = Function(
     *("entropy", "decode_entropy"),
     **_VALUES,
     **_FRAME,
-    steps=Buffer((torch.float32,), (code_format.STEPS,)),
+    steps=Buffer((torch.float32,), (STEPS,)),
     **_KEY,
     q=Buffer((torch.int8,), (_AT_ONCE, "length")),
     **_CODE,

@@ -5,9 +5,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_compress.kernels.entropy import format as code_format
 from ds_compress.kernels.entropy.code_plan import CodePlan, frequencies_of
-from ds_compress.kernels.entropy.format import SHIFTS, TOTAL, CodeLayout
+from ds_compress.kernels.entropy.format import (
+    HEAD,
+    LEVELS,
+    NOT_FINITE,
+    REACHES,
+    SHIFTS,
+    START,
+    STEPS,
+    SYMBOLS,
+    TOTAL,
+    CodeLayout,
+)
 from ds_compress.kernels.entropy.rans import Coder
 
 
@@ -30,7 +40,7 @@ def write_words(
     """
     above, below = chosen.reach.unsqueeze(2).unbind(1)
     beyond = above + below + 1
-    symbol = torch.arange(code_format.SYMBOLS, dtype=torch.int64, device=symbols.device)
+    symbol = torch.arange(SYMBOLS, dtype=torch.int64, device=symbols.device)
     frequencies = frequencies_of(symbol, chosen)
     coded = coder.encode(symbols, frequencies, frame)
 
@@ -41,9 +51,9 @@ def write_words(
     for number, start in ((states, 0), (sizes, 2 * len(states))):
         end = start + 2 * len(number)
         words[start:end:2], words[start + 1 : end : 2] = number & 0xFFFF, number >> 16
-    words[frame.head : frame.head + code_format.HEAD] = torch.stack([exponent.long(), chosen.step])
+    words[frame.head : frame.head + HEAD] = torch.stack([exponent.long(), chosen.step])
     reaches = [above.squeeze(1) << 8 | below.squeeze(1), shift]
-    words[frame.head + code_format.HEAD : frame.tables] = torch.stack(reaches, dim=1).flatten()
+    words[frame.head + HEAD : frame.tables] = torch.stack(reaches, dim=1).flatten()
     ends = frame.tables + beyond.cumsum(0)
     place = ends - beyond + _place(symbol, below)
     place = torch.where((symbol == below) | (symbol > beyond), frame.words, place)
@@ -94,16 +104,16 @@ def read_words(coder: Coder, words: Tensor, frame: CodeLayout, classes: Tensor |
         classes: int64 [numel], below frame.classes: the class of each value; None if there is one.
     """
     head = words[frame.head : frame.tables].long()
-    exponent, step, reaches = head[0], head[1], head[code_format.HEAD :].view(-1, code_format.REACHES)
+    exponent, step, reaches = head[0], head[1], head[HEAD:].view(-1, REACHES)
     reach, shift = torch.stack([reaches[:, 0] >> 8, reaches[:, 0] & 255], dim=1), reaches[:, 1]
-    top = code_format.LEVELS[-1]
-    valid = (exponent >= 1) & (exponent <= code_format.NOT_FINITE) & (step >= 0) & (step < code_format.STEPS)
+    top = LEVELS[-1]
+    valid = (exponent >= 1) & (exponent <= NOT_FINITE) & (step >= 0) & (step < STEPS)
     valid &= ((reach >= 0) & (reach <= top)).all() & ((shift >= SHIFTS[0]) & (shift <= SHIFTS[1])).all()
-    step, reach = step.clamp(0, code_format.STEPS - 1), reach.clamp(0, top)
+    step, reach = step.clamp(0, STEPS - 1), reach.clamp(0, top)
     above, below = reach.unsqueeze(2).unbind(1)
 
     unsigned = words.int() & 0xFFFF
-    symbol = torch.arange(code_format.SYMBOLS, dtype=torch.int64, device=words.device)
+    symbol = torch.arange(SYMBOLS, dtype=torch.int64, device=words.device)
     beyond = above + below + 1
     ends = frame.tables + beyond.cumsum(0)
     frequencies = unsigned[(ends - beyond + _place(symbol, below)).clamp_(max=frame.words - 1)].long()
@@ -121,7 +131,7 @@ def read_words(coder: Coder, words: Tensor, frame: CodeLayout, classes: Tensor |
     places = (first + ends - sizes).clamp(0, frame.words)
     states = (states & 0xFFFFFFFF).view(frame.blocks, frame.lanes)
     symbols, left, states = coder.decode(states, unsigned, places, frequencies, frame, classes)
-    valid &= (left == places + sizes).all() & (states == code_format.START).all()
+    valid &= (left == places + sizes).all() & (states == START).all()
 
     numbers = symbols.int()
     escaped = (symbol == beyond).flatten()[numbers]
