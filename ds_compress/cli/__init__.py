@@ -39,7 +39,7 @@ def parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand; returns the exit code, 2 for input that is refused, in one line."""
+    """Run one subcommand; return the exit code: 2 for input that is refused, 130 after Ctrl-C."""
     args = parser().parse_args(argv)
     try:
         if "imports" in args:
@@ -53,4 +53,6 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:  # a file or folder to read from or write to
         print(f"ds-compress {args.command}: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        return 130  # as shells say of Ctrl-C
     return 2

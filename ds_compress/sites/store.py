@@ -71,6 +71,10 @@ def connect(address: str, origin: str = f"{PLACE}.every: {STORE}", seconds: floa
     except FutureTimeout:
         _end_connections(host, port)
         wait([found], seconds)  # a thread that is in torch when the interpreter ends may abort the process
+        try:
+            socket.getaddrinfo(host, port)
+        except OSError as error:
+            raise RuntimeError(f"the name {shown(host)} has no address here: {error.strerror}") from None
         raise RuntimeError("what listens there does not answer; is it `ds-compress replica-store`?") from None
 
 

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -69,6 +70,12 @@ def test_output_may_be_cut_off():
     """`ds-compress list | head` said: [Errno 32] Broken pipe."""
     command = f"{sys.executable} -m ds_compress list --json | true"
     assert subprocess.run(command, shell=True, capture_output=True, text=True).stderr == ""
+
+
+def test_interrupted_in_silence(monkeypatch, capsys):
+    """Ctrl-C in `ds-compress bench` ended in a traceback."""
+    monkeypatch.setattr("ds_compress.cli.bench.run", Mock(side_effect=KeyboardInterrupt))
+    assert main(["bench"]) == 130 and capsys.readouterr() == ("", "")
 
 
 def test_check_says_that_auto_chooses_in_training(check):

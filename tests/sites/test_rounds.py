@@ -918,6 +918,12 @@ def test_a_port_that_says_nothing_is_no_store():
         eventually(lambda: "ds_compress_connect" not in [each.name for each in threading.enumerate()])
 
 
+def test_a_name_without_an_address():
+    """A mistyped host was said to listen, and not to answer."""
+    with pytest.raises(RuntimeError, match="no-such-host.invalid.* address|address.*no-such-host.invalid"):
+        connect("no-such-host.invalid:29400", seconds=0.1)
+
+
 @pytest.mark.parametrize("address", ["", "host", ":1", "host:0", "host:65536", "host:٣", "host:1:x"])
 def test_what_is_no_address_is_refused(address):
     assert "set it to HOST:PORT" in refusal(connect, address)
