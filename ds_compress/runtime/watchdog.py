@@ -82,6 +82,7 @@ class Watchdog:
         self._blocked = 0.0  # seconds since when all of these wait for transfers
         self._is_known = threading.Event()  # the failure is
         self._overdue = 0.0  # seconds since the failure while inside
+        self._leaving = threading.Lock()  # a rank raises an error of its own, or is ended: one message
         self._failure = ""  # of the job
         self._last_tick = time.monotonic()
         atexit.register(self._at_exit)
@@ -123,7 +124,8 @@ class Watchdog:
                 self._error = self._left = f"rank {self._rank} left {call}: {in_one_line(error)}"
             raise
         finally:
-            self._progress, self._is_inside, self._is_waiting = before, False, False
+            with self._leaving:
+                self._progress, self._is_inside, self._is_waiting = before, False, False
             if self._error:  # the process may end at once
                 self._report()
             self._connections.wake()  # or before the next tick
@@ -230,7 +232,9 @@ class Watchdog:
         elif self._is_inside:
             self._overdue += seconds
             if self._overdue > GRACE:
-                self._end_process()
+                with self._leaving:
+                    if self._is_inside:
+                        self._end_process()
 
     def _find_lost(self, seconds: float) -> str:
         """Return which rank has been silent for too long, and why; empty if none."""

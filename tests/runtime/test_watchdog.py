@@ -4,7 +4,7 @@ import contextlib
 import subprocess
 import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from functools import partial
 from threading import Thread
@@ -151,6 +151,22 @@ def test_one_that_raises_in_time_is_not_ended(job):
     job.leave(1)
     job.pass_time(GRACE + 1)
     assert set(job.ended) == {2}
+
+
+def test_one_that_is_ended_raises_nothing_beside(job):
+    """Others had ended, and a transfer failed as the thread ended the process: the reason was told twice."""
+    leaving = []
+
+    def end():
+        leaving.append(threads.submit(job.leave, 1))
+        assert not wait(leaving, 0.2).done
+
+    job.enter(1)
+    job.call(0, error=CompressionError("no"))
+    with ThreadPoolExecutor() as threads:
+        job.ranks[1]._end_process = end
+        job.pass_time(GRACE + 2)
+    assert len(leaving) == 1
 
 
 @pytest.mark.parametrize("pause", [0.0, LONG])
