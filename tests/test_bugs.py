@@ -80,6 +80,7 @@ def train_watched_with_every_codec(folder):
     return finals
 
 
+@pytest.mark.extended
 def test_every_codec_trains_while_the_monitor_watches(tmp_path):
     """The meter decodes what it has sent."""
     finals = run_ranks(2, train_watched_with_every_codec, str(tmp_path))[0]

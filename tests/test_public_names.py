@@ -73,6 +73,7 @@ BAD = {
 }
 
 
+@pytest.mark.extended
 def test_types_hold(tmp_path):
     """`from ds_compress import Nonexistent` was fine for mypy, as any name was: `py.typed` was not true."""
     pytest.importorskip("mypy")

@@ -4,6 +4,8 @@ import contextlib
 import os
 import threading
 
+import pytest
+
 from tests.support.network import disturb, flood, listening_ports
 from tests.support.pipeline import batches, build, ds_config
 from tests.support.ranks import run_ranks
@@ -41,5 +43,6 @@ def train(has_strangers, steps=6):
         return [engine.train_batch(data).item() for _ in range(steps)]
 
 
+@pytest.mark.extended
 def test_training_goes_on():
     assert run_ranks(2, train, True) == run_ranks(2, train, False)

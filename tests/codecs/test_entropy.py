@@ -150,7 +150,7 @@ def mean(measure, choice, messages):
         ("outliers", 0, 0.9, TENTH),
     ],
 )
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended
 def test_reaches_the_error_of_another_setting_in_fewer_bits(model, direction, bits, other):
     messages = [residual_stream()] if model == "outliers" else getattr(captured, model)()[direction]
     choice = {"name": "entropy", "bits": bits}

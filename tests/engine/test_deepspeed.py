@@ -157,6 +157,7 @@ def test_attaching_does_what_the_hook_does():
         assert ours[:2] == theirs[:2] and same_weights(ours[2], theirs[2])
 
 
+@pytest.mark.extended
 def test_the_hook_can_be_switched_off():
     code = (
         "import sys, torch, ds_compress; from deepspeed.runtime.engine import DeepSpeedEngine as E; "

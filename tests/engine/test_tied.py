@@ -138,6 +138,7 @@ def test_copies_stay_equal_and_learn_the_same(kind, specs, replicas):
     assert sum(each["sent"] > 0 for each in ours) == replicas * exchanging
 
 
+@pytest.mark.extended
 def test_what_is_lost_comes_later():
     """With feedback, sums of many steps differ from exact ones by the residuals alone."""
     blocks = {}, TIED, {"tied": {"codec": {"name": "quantize", "bits": 2}}}

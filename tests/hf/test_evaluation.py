@@ -57,6 +57,7 @@ def test_a_perplexity_that_is_nan_is_not_the_best():
     assert run._best_step == 2 and run._has_stopped
 
 
+@pytest.mark.extended
 def test_evaluations_and_schedules_survive_a_stop(tmp_path):
     """A run in two parts has the losses, evaluations and rates of a whole one."""
     schedule = {"name": "cosine", "warmup_steps": 2}

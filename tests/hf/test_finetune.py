@@ -86,6 +86,7 @@ def bf16_run(tmp_path_factory):
     return start(tmp_path_factory.mktemp("bf16"), STEPS, dtype="bf16")
 
 
+@pytest.mark.extended
 def test_norms_move_and_losses_are_near_those_of_fp32(bf16_run, tmp_path):
     path, weights = bf16_run
     norms = {name: weight for name, weight in weights.items() if "norm" in name}
@@ -130,6 +131,7 @@ def test_weights_in_fp16_are_learned(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("lora", [{"r": 4}, None], ids=["adapters", "all weights"])
+@pytest.mark.extended
 def test_a_run_with_bf16_in_its_ds_config_goes_on(tmp_path, lora):
     """Of an fp32 checkpoint it could not: DeepSpeed cannot load what it saves of bf16 without ZeRO."""
     config = {**finetuning.DS_CONFIG, "bf16": {"enabled": True}}

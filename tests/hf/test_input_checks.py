@@ -189,6 +189,7 @@ def test_settings_that_one_machine_alone_refuses(path):
     assert run_ranks(2, start_with_own_file, path) == [(2, f"{said} [rank 1]\n"), (2, f"{said}\n")]
 
 
+@pytest.mark.extended
 def test_without_the_extra_it_says_what_to_install(path):
     """It was once a traceback of imports."""
     program = (

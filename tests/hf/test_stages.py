@@ -108,6 +108,7 @@ def test_a_step_is_that_of_one_process(few, stages, lora):
     check(few, stages, lora)
 
 
+@pytest.mark.extended
 def test_activations_computed_again_change_nothing(few):
     check(few[:2], 2, False, activation_checkpoint_interval=1)
     check(few[:2], 2, True, activation_checkpoint_interval=2)

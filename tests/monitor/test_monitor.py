@@ -394,7 +394,7 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("mode", ["blocking", "eager"])
-@pytest.mark.extended(keep=1)
+@pytest.mark.extended
 def test_what_breaks_is_said_once_and_switches_monitoring_off(mode, tmp_path):
     block = {**EVERY_STEP, "link": {"mode": mode}}
     ranks = run_ranks(2, train_each, tmp_path, dict.fromkeys(BREAKS, block))

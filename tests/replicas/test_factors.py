@@ -124,6 +124,7 @@ def test_inf_of_one_replica_reaches_all_and_is_forgotten():
         assert model.weight.grad.isfinite().all() if step != 1 else not model.weight.grad.isfinite().any()
 
 
+@pytest.mark.extended
 def test_error_feedback_reaches_the_optimum():
     """The mean is a matrix of full rank, 32 times the rank that is sent; the start of each step is warm."""
     apart = torch.randn(128, 160, generator=torch.Generator().manual_seed(1))

@@ -464,6 +464,7 @@ def test_a_connection_that_is_cut_announces_nothing(store, monkeypatch):
         board.packet(0, 0, 2)
 
 
+@pytest.mark.extended
 def test_an_anchor_is_not_announced_after_a_part_of_it_failed(store, monkeypatch):
     """The next try counted what had failed as sent: a newcomer took older chunks for these."""
     monkeypatch.setattr(handover, "CHUNK", 4000)
@@ -889,6 +890,7 @@ def test_strangers_at_the_port_leave_rounds_alone():
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another name server needs root")
+@pytest.mark.extended
 def test_strangers_make_the_store_ask_no_name_server(tmp_path):
     """Where no name server answers, each connection stopped the store, and all sites, for 5 s: random bytes
     for 10 s, or 2,000 open connections, stalled a step by 16 s, and 28 rounds took place where 265 were due.

@@ -105,6 +105,7 @@ def test_a_busy_machine_never_measures_more_than_a_link_carries(monkeypatch, see
         assert 0 <= found.latency < math.inf
 
 
+@pytest.mark.extended
 def test_one_interruption_is_not_a_slow_link(monkeypatch):
     rate = 1e9
     for interrupted in range(100):

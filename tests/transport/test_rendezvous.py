@@ -4,6 +4,7 @@ import threading
 import time
 
 import psutil
+import pytest
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -51,6 +52,7 @@ def meet(seconds):
     return len(made)
 
 
+@pytest.mark.extended
 def test_a_rank_that_does_not_come_holds_up_no_connection_with_others():
     said, made, _ = run_ranks(3, meet, 5)
     assert said.startswith("link: ranks 0, 2 could not connect (ds_compress.link.timeout_s: 5): ")

@@ -99,7 +99,7 @@ def test_cpp_equals_the_reference(target, dither, dtype, monkeypatch):
             frame = frame_of(x.numel(), (6, 2, 2.5, 0.5, 0.3)[number % 5], dither is not None)
             code = cpu.encode_entropy(x, frame, dither)
             assert torch.equal(code, encode(x, frame, dither))
-            for damage in range(8 if number < 4 else 2):
+            for damage in range(8 if number < 3 else 2):
                 words = code.clone()
                 if damage:
                     span = frame.tables + 40 if damage % 2 else frame.words
