@@ -3,12 +3,19 @@
 from collections.abc import Sequence
 
 UNEVEN = 0.15
-"""Forward passes of stages that differ by more than this share of the shortest are reported."""
+"""Forward passes of stages that differ by more than this share of the shorter ones are reported."""
 
 
-def is_uneven(forward: Sequence[float]) -> bool:
-    """Return whether the forward passes of stages, in seconds, differ by more than `UNEVEN`."""
-    return max(forward) > (1 + UNEVEN) * min(forward)
+def is_uneven(lower: Sequence[float], upper: Sequence[float]) -> bool:
+    """Return whether three quarters of one stage's forward passes take longer, by more than `UNEVEN`, than
+    three quarters of another's.
+
+    Medians are not enough: beside other programs they differ by chance.
+
+    Args:
+        lower, upper: quartiles of the forward passes of each stage, in seconds.
+    """
+    return max(lower) > (1 + UNEVEN) * min(upper)
 
 
 def balance_layers(seconds: Sequence[float], layers: Sequence[int]) -> list[int]:

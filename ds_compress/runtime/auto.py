@@ -252,15 +252,16 @@ def format_report(
         lines.append(f"{BASELINE}'s step is predicted over {connections} connections, too; it has one")
     if chosen["speedup"] < 1.05:
         lines.append("nothing would make a step 5 % faster than DeepSpeed's own")
-    lines += format_stages(workload, module)
+    lines += format_stages(workload, rows, module)
     lines.append(f'"{KEY}": {json.dumps(block)}')
     return "\n".join(lines)
 
 
-def format_stages(workload: Workload, module: Any) -> list[str]:
+def format_stages(workload: Workload, rows: Sequence[Row], module: Any) -> list[str]:
     """Format the times of the stages as options of advise; if they are uneven, also the layers to give them.
 
     Args:
+        rows: of all ranks.
         module: its `parts`, and `stage_layers` if it counts other layers in its settings, are read.
     """
     forward, backward = (
@@ -268,7 +269,10 @@ def format_stages(workload: Workload, module: Any) -> list[str]:
     )
     times = f"--forward-ms {forward} --backward-ms {backward} --step-ms {1e3 * workload.per_step:.4g}"
     lines = [f"stages, for ds-compress advise: {times}"]
-    if not is_uneven(workload.forward):
+    lower, upper = (
+        [max(row[f"forward {end}"] for row in own) for own in by_stage(rows)] for end in ("lower", "upper")
+    )
+    if not is_uneven(lower, upper):
         return lines
     slow, fast = (workload.forward.index(pick(workload.forward)) for pick in (max, min))
     times = f"{workload.forward[slow] / workload.forward[fast]:.2f} times as long as stage {fast}"

@@ -32,8 +32,10 @@ from ds_compress.transport.probe import LinkMeasurement, probe
 COLUMNS = (
     "stage",
     "host",  # hash, equal on the ranks of a host
-    "forward",  # seconds of a pass
+    "forward",  # median seconds of a pass
     "backward",
+    "forward lower",  # quartile of the seconds
+    "forward upper",
     "step",  # seconds of a step after the last pass
     "activations",  # bytes held between the passes of a micro-batch; nan: unknown
     "spare",  # bytes
@@ -128,7 +130,11 @@ class StageProfiler:
         host = booted.read_text() if booted.exists() else socket.gethostname()
         found["host"] = float(zlib.crc32(host.encode()))
         for name, marks in self._passes.items():
-            found[name] = statistics.median(self._clock.ms(*pair) for pair in marks) / 1e3
+            seconds = sorted(self._clock.ms(*pair) / 1e3 for pair in marks)
+            found[name] = statistics.median(seconds)
+            if name == "forward":
+                quarter = len(seconds) // 4
+                found["forward lower"], found["forward upper"] = seconds[quarter], seconds[-1 - quarter]
         if self._step_marks:
             found["step"] = statistics.median(self._clock.ms(*pair) for pair in self._step_marks) / 1e3
         # A program may have replaced the instructions that measure the passes

@@ -188,4 +188,7 @@ def test_a_head_that_stays_moves_no_more_layers_than_it_should():
 
 
 def test_stages_are_uneven_beyond_a_share():
-    assert is_uneven((1.0, 1.01 + UNEVEN)) and not is_uneven((1.0, 0.99 + UNEVEN, 1.1))
+    def uneven(*seconds):
+        return is_uneven(seconds, seconds)
+
+    assert uneven(1.0, 1.01 + UNEVEN) and not uneven(1.0, 0.99 + UNEVEN, 1.1)
