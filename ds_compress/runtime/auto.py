@@ -40,9 +40,9 @@ from ds_compress.runtime.stage_profile import (
     ClusterProfile,
     Row,
     by_stage,
+    describe_links,
     gather,
     profile_cluster,
-    slowest_link,
 )
 
 
@@ -239,7 +239,7 @@ def format_report(
     lines = [
         f"ds_compress: recipe auto, quality {quality} (token errors up to {limits.forward:g} "
         f"forward, errors up to {limits.backward:g} of accumulated gradients): {chosen['recipe']}, "
-        f"link depth {chosen['depth']}, from step {step + 1} on; {slowest_link(rows)}",
+        f"link depth {chosen['depth']}, from step {step + 1} on; {describe_links(rows)}",
         REPORT_COLUMNS.format(*REPORT_HEADER),
     ]
     for row in ranked:

@@ -18,7 +18,7 @@ from ds_compress.message.part import Change, Engine, RuntimePart, StageView, Ste
 from ds_compress.planning.depth import DepthChoice, choose_depth
 from ds_compress.planning.schedule import DepthSchedule, is_deepspeed_schedule
 from ds_compress.planning.step_time import TransferPlan
-from ds_compress.runtime.stage_profile import Row, StageProfiler, gather, profile_cluster, slowest_link
+from ds_compress.runtime.stage_profile import Row, StageProfiler, describe_links, gather, profile_cluster
 from ds_compress.transport.staging import receives_hold_device
 
 MEASURED = (2, 3)
@@ -175,6 +175,6 @@ def format_choice(choice: DepthChoice | None, rows: Sequence[Row]) -> str:
         step += f" -> {choice.step:.3g} s as predicted ({gain:.2f} times as fast)"
     capped = "; deeper would be faster, and needs more memory (link.memory_gb)" if choice.capped else ""
     return (
-        f"ds_compress: link depth {choice.depth} chosen: {step}; {slowest_link(rows)}; "
+        f"ds_compress: link depth {choice.depth} chosen: {step}; {describe_links(rows)}; "
         f"{memory:,.3g} MB in flight on a stage{capped}"
     )

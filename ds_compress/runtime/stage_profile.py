@@ -236,8 +236,8 @@ def by_stage(rows: Sequence[Row]) -> list[list[Row]]:
     return [[row for row in rows if row["stage"] == stage] for stage in range(stages)]
 
 
-def slowest_link(rows: Sequence[Row]) -> str:
-    """Return a description of the slowest link."""
+def describe_links(rows: Sequence[Row]) -> str:
+    """Return the bandwidth of the slowest link and the latency of the farthest, which may be another one."""
     slowest = min(row[side] for row in rows for side in ("from before", "from after") if row[side])
     latency = 1e3 * max(row["latency"] for row in rows)
-    return f"slowest link {8e-6 * slowest:,.3g} Mbit/s, {latency:.3g} ms one way"
+    return f"slowest link {8e-6 * slowest:,.3g} Mbit/s, farthest {latency:.3g} ms one way"

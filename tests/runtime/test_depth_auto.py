@@ -11,7 +11,7 @@ from torch import nn
 from ds_compress.runtime import stage_profile
 from ds_compress.runtime.depth import MEASURED, decide
 from ds_compress.runtime.memory_use import in_use
-from ds_compress.runtime.stage_profile import COLUMNS
+from ds_compress.runtime.stage_profile import COLUMNS, describe_links
 from ds_compress.transport.probe import LinkMeasurement
 from tests.runtime.test_depth import at_depths, check, counts
 from tests.support.pipeline import MICRO_BATCH, batches, build, ds_config, printed_lines
@@ -125,6 +125,12 @@ def rows(stages=3, **changes):
     sizes = {"activations": 1e6, "spare": 1e9, "bytes forward": 1e5, "bytes backward": 1e5}
     row = dict.fromkeys(COLUMNS, 0.0) | times | sizes | changes
     return [row | {"stage": float(stage)} for stage in range(stages)]
+
+
+def test_the_slowest_link_and_the_farthest_may_be_two():
+    """The latency of a far link was printed as that of the slow one."""
+    slow, far = rows(2, **{"from before": 6.25e6, "from after": 6.25e6, "latency": 1e-4}), rows(2)
+    assert describe_links(slow + far) == "slowest link 50 Mbit/s, farthest 50 ms one way"
 
 
 def test_what_nobody_knows_is_not_taken():
