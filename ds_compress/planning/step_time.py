@@ -174,7 +174,11 @@ class _Replay:
             now = max(now, (yield from self._arrival(channel, number - self.in_flight)))
         now += self._cost(channel).encode
         self._record(self.ready, channel, now)
-        return now if self.plan.eager else (yield from self._arrival(channel, number))
+        if self.plan.eager:
+            return now
+        # It returns when the last byte has left, not when it is there
+        arrived = yield from self._arrival(channel, number)
+        return max(now, arrived - _at(self.network, channel[0]).latency)
 
     def _receive(self, channel: ChannelKey, now: float) -> Waiting:
         number = len(self.requested[channel])

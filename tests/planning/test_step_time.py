@@ -63,6 +63,15 @@ def test_blocking_order_agrees_with_another_simulator(gbps, step, speedup_of_4_b
     assert stock.step / stock.compute == pytest.approx(ceiling, rel=0.01)
 
 
+def test_a_blocking_sender_does_not_wait_until_its_packet_is_there():
+    """Over 100 Mbit/s and 40 ms there and back DeepSpeed took 2.85 s a step; 3.19 s were predicted, so `auto`
+    promised too much of its own."""
+    workload = step_time.Workload((0.0401, 0.0401), (0.0801, 0.0801), 8, per_step=0.053)
+    message = MessageCost(1 << 20)
+    step = step_seconds(workload, TransferPlan(message, message, eager=False), LinkSpeed(91.7e6 / 8, 0.0204))
+    assert step == pytest.approx(2.85, rel=0.05)
+
+
 @pytest.mark.parametrize("stages, micro_batches", [(2, 8), (4, 8), (8, 32)])
 @pytest.mark.parametrize("bandwidth", [0.1, 1.0, 10.0])
 def test_eager_is_between_free_and_blocking(stages, micro_batches, bandwidth):
