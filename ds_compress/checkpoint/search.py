@@ -112,7 +112,10 @@ def load_gradients(root: Path, tag: str, rank: Rank, traffic: Any, step: int) ->
             for layer in layers(traffic.codec.codec, Stateful):  # type: ignore[type-abstract]
                 layer.check_memory(memory)
 
-    return _search([rank.path(Path(root, tag))], gradients_key(traffic.kind), traffic.settings, step, check)
+    folder = Path(root, tag)
+    # none for a new replica, or of a run without ds_compress
+    own = [path for path in rank.shards(folder) if path == rank.path(folder)]
+    return _search(own, gradients_key(traffic.kind), traffic.settings, step, check)
 
 
 def _search(

@@ -52,6 +52,21 @@ def test_another_number_of_replicas_starts_from_zero(tmp_path):
     assert len({tuple(digests) for digests, _ in results}) == 1
 
 
+def load_into_replicas(folder):
+    """All that is logged when a run begins to compress gradients at a checkpoint of one that did not."""
+    config = ds_config(replicas=2)
+    build(1, config, wide_layers()).save_checkpoint(folder)
+    engine, lines = build(1, {**config, "ds_compress": BLOCK}, wide_layers()), log_lines()
+    engine.load_checkpoint(folder)
+    return lines
+
+
+def test_a_checkpoint_without_a_file_is_not_called_damaged(tmp_path):
+    """Each rank warned that its file cannot be read, and rank 0 that it is damaged or cannot be read."""
+    lines = [line for own in run_ranks(2, load_into_replicas, tmp_path) for line in own]
+    assert len(lines) == 1 and "start from zero: the checkpoint has none" in lines[0]
+
+
 def load_universal(folder, config):
     """Whether the bf16 weights are the fp32 ones, rounded; the program begins with weights of its own."""
     engine = build(1, config, wide_layers(), base_seed=5)
