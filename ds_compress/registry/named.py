@@ -96,7 +96,7 @@ class Registry(Generic[Kind]):
         """
         if not isinstance(name, str) or name not in self._classes:
             near = instead(name, self.names())
-            own = "" if near else "; one of your own is known once its module is imported"
+            own = "" if near else "; one of your own is known once its module is imported (--import)"
             known = f"known: {', '.join(self.names())}{own}"
             raise CompressionError(f"{path}: {shown(name)} is not registered{near}; {known}")
         return self._classes[name]

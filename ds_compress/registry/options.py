@@ -41,7 +41,7 @@ REMOVED = {
     "group_size: tensor": "use 128, or codec 'minmax', which has one range for the tensor",
     "quant3": "use 'balanced', or 'quant4'",
     "prompt": "`ds-compress merge` writes a folder that transformers can generate text from",
-    "acsgd": "docs/write-a-codec.md has it as an example",
+    "acsgd": "docs/write-a-codec.md has it as an example: import its file, commands with --import",
     "subspace": "recipe 'aggressive' loses less in as many bytes",
 }
 """Keys and values of earlier releases that are gone, and what to use instead."""

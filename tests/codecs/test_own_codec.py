@@ -10,6 +10,7 @@ import torch
 
 from ds_compress import CompressionError, TensorSpec, build, check_codec
 from ds_compress.cli import main
+from ds_compress.codec import CODECS
 from ds_compress.feedback import FEEDBACKS
 from tests.support.codecs import Pair, own_codecs, roundtrip
 from tests.support.launch_scripts import ROOT
@@ -97,3 +98,11 @@ def test_build_knows_the_codecs_of_the_package():
     """It knew none in a process that had imported nothing else."""
     code = "import ds_compress; print(ds_compress.build('bf16'))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT) == "bf16\n"
+
+
+def test_the_error_says_how_to_import_it(monkeypatch):
+    """Of the page's own example a command said "removed", and not that it needs --import."""
+    monkeypatch.delitem(CODECS._classes, "acsgd", raising=False)
+    for name in ("acsgd", "my_codec"):
+        with pytest.raises(CompressionError, match="--import"):
+            CODECS.find(name, "codec")
