@@ -18,7 +18,8 @@
     K/votes           candidates, each with those whose packets it cannot     slot 0 of each
                       read
     K/alive           candidates that have not voted, again and again         slot 0 of each
-    K/outcome         decided once: the members of round K                    slot 0 of any replica
+    K/outcome         decided once: the members of round K, and a random      slot 0 of any replica
+                      number
 
     anchor/R/S        size and position of an anchor for newcomer R, and      slot S of the replica that hands
                       how many of its chunks were sent                        it over
@@ -43,6 +44,7 @@ one launch write for each other crosses the store of that launch:
 import functools
 import hashlib
 import json
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -269,7 +271,9 @@ class Board(Keys):
         return self._read(f"{number}/outcome")
 
     def decide_outcome(self, number: int, members: list[int]) -> str:
-        return self._decide(f"{number}/outcome", json.dumps({"members": members}))
+        # no other store, in which numbers begin again, may have an outcome of this text
+        outcome = {"members": members, "unique": [secrets.randbits(60)]}
+        return self._decide(f"{number}/outcome", json.dumps(outcome))
 
     def delete_rounds(self, slot: int, end: int) -> None:
         """Delete what is left of rounds before `end`: packets of this slot, whose senders may have died; slot

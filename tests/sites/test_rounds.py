@@ -401,7 +401,9 @@ def test_packets_and_anchors_cross_over_several_connections(monkeypatch):
         assert all(result.members == (1, 2) for own in results for result in own)
         assert not [key for key in store.list_keys() if "/anchor/" in key]
         launches += [first, newcomer]
-    assert_alike(launches)
+        assert_alike(launches[-2:])
+    one, other = launches[1].anchors, launches[3].anchors
+    assert all(torch.equal(torch.cat(own), torch.cat(its)) for own, its in zip(one, other))
 
 
 class Lazy:
@@ -858,6 +860,17 @@ def test_one_that_was_stopped_in_a_round_of_long_ago_leaves_at_once(store, where
     for slot in stopped.slots:
         slot.idle()  # as its thread does until training looks at the result
     assert not [key for key in store.list_keys() if key.startswith(f"{PREFIX}1/")]
+
+
+def test_replicas_that_went_on_in_different_stores_differ(store):
+    """A store was lost, and soon the next one: each of two sites was alone in a round, with number 1. The
+    outcomes had the same text, so both were taken to have the same anchor, which differed from then on."""
+    stores = [store, TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    one, other = [Launch(each) for each in stores]
+    play([one], [0.1])
+    play([other], [0.4])
+    assert one.number == other.number and one.position.round == other.position.round
+    assert other.slots[0].join(SETTINGS, one.position).is_newcomer
 
 
 def test_a_position_names_all_outcomes():
