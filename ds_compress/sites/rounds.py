@@ -104,6 +104,7 @@ class Rounds:
         self._last_beat = self._last_look = -BEAT_S
         self._moved_chunks = 0
         self._voting: int | None = None  # the round in which others wait for the vote of this replica
+        self._silent = -1, set[int]()  # a round, and candidates that were silent for the grace time in it
         self._kept_rounds = KEPT_ROUNDS
         self._round_bytes = 0  # of this slot's packets in the last round, which may differ in size
         self._sender = AnchorSender(self._board, self._launch, slot, slots, self._limit)
@@ -297,6 +298,9 @@ class Rounds:
         since: float | None = None
         # members of the round before may not have seen its outcome yet, so they have not announced themselves
         expected = set(members_of(self._board.outcome(number - 1) or "{}")) if self._slot == 0 else set[int]()
+        silent_in, silent = self._silent
+        if silent_in == number - 1:  # they have been waited for
+            expected -= silent
 
         def ready() -> list[int] | None:
             nonlocal since
@@ -366,12 +370,11 @@ class Rounds:
         can change it. Votes come from candidates; who has been silent for the grace time has none."""
         signs, heard, began = dict[int, int](), dict[int, float](), time.monotonic()
 
-        def is_expected(replica: int, alive: list[str]) -> bool:
+        def is_silent(replica: int, alive: list[str]) -> bool:
             now = time.monotonic()
             if signs.get(replica) != alive.count(str(replica)):
                 signs[replica], heard[replica] = alive.count(str(replica)), now
-            is_silent = now - heard[replica] > self._options.grace_s + BEAT_S
-            return not is_silent and now - began < TRANSFER_S
+            return now - heard[replica] > self._options.grace_s + BEAT_S
 
         def ready() -> str | None:
             if (outcome := self._board.outcome(number)) is not None:
@@ -380,7 +383,10 @@ class Rounds:
             missing = [each for each in candidates if each not in votes]
             alive = self._board.alive(number) if missing else []
             counted = [votes[each] for each in candidates if each in votes]
-            voters = len(counted) + sum([is_expected(each, alive) for each in missing])
+            silent = {each for each in missing if is_silent(each, alive)}
+            self._silent = number, silent
+            is_over = time.monotonic() - began >= TRANSFER_S
+            voters = len(counted) + (0 if is_over else len(missing) - len(silent))
             members = []
             for replica in candidates:
                 bad = sum(replica in vote for vote in counted)

@@ -873,6 +873,22 @@ def test_replicas_that_went_on_in_different_stores_differ(store):
     assert other.slots[0].join(SETTINGS, one.position).is_newcomer
 
 
+def test_one_that_died_before_its_vote_is_waited_for_once(store, clock):
+    """Two sites: the other one waited for the vote of the one that was killed, and in the next round for its
+    packet, too."""
+    launch = Launch(store, grace_s=30.0)
+    first = launch.slots[0]
+    outcome = first._vote_counter(0, [1, 2])
+    first._board.vote(0, 1, [])
+    assert outcome() is None
+    clock.now += 36.0
+    assert members_of(outcome()) == (1, 2)
+    first._board.announce(1, 1)
+    first._board.come(1, 1)
+    first._wait = lambda ready, what: ready()
+    assert first._candidates(1) == [1]
+
+
 def test_a_position_names_all_outcomes():
     one, other = Position(0, "a").after("x"), Position(0, "a").after("y")
     assert one.round == other.round == 1 and one != other and one.after("x") != other.after("x")
