@@ -421,10 +421,13 @@ class Rounds:
             CompressionError: no rank of this launch has sent or received anything for too long.
         """
         moved, since, pause = self._launch.count_moved(), time.monotonic(), 0.01
+        looked = since
         while (found := ready()) is None:
-            if time.monotonic() - since > self._limit:
-                before, moved, since = moved, self._launch.count_moved(), time.monotonic()
-                if moved == before:
+            if (now := time.monotonic()) - looked > BEAT_S:
+                before, moved, looked = moved, self._launch.count_moved(), now
+                if moved != before:
+                    since = now
+                elif now - since > self._limit:
                     raise CompressionError(f"{what} did not come within {self._limit:g} s")
             pause = min(1.5 * pause, 0.5)
             self.ended.wait(min(pause, self.tend()))

@@ -526,6 +526,18 @@ def test_a_slot_waits_as_long_as_another_one_makes_progress(store, clock):
     assert len(looks) < 20
 
 
+def test_what_moved_before_a_wait_does_not_make_it_longer(store, clock):
+    """A newcomer whose giver was killed waited twice the limit: the signs of parts that had come before."""
+    waiting = Launch(store).slots[0]
+    waiting._board.chunks.moved, began = 7, clock.now
+
+    def ready():
+        clock.now += 100.0
+
+    assert "a part did not come within 360 s" in refusal(waiting._wait, ready, "a part")
+    assert clock.now - began <= 600
+
+
 def test_one_that_lives_and_does_not_vote_is_waited_for_as_long_as_a_transfer_takes(store, clock):
     launch = Launch(store, grace_s=1.0)
     board, began = launch.slots[0]._board, clock.now
