@@ -39,7 +39,7 @@ def parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand; return the exit code: 2 for input that is refused, 130 after Ctrl-C."""
+    """Run one subcommand; return the exit code, 2 for input that is refused, in one line."""
     args = parser().parse_args(argv)
     try:
         if "imports" in args:
@@ -53,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:  # a file or folder to read from or write to
         print(f"ds-compress {args.command}: {error}", file=sys.stderr)
-    except KeyboardInterrupt:
-        return 130  # as shells say of Ctrl-C
+    except KeyboardInterrupt:  # without a traceback; Python ends by the signal, so a loop of a shell ends too
+        sys.excepthook = lambda *_: None
+        raise
     return 2
