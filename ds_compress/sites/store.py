@@ -60,9 +60,13 @@ def connect(address: str, origin: str = f"{PLACE}.every: {STORE}", seconds: floa
 
     Raises:
         CompressionError: this is no address.
-        RuntimeError: no store answers there.
+        RuntimeError: no store answers there, or the host has no address.
     """
     host, port = parse_address(address, origin)
+    try:  # torch would ask again and again
+        socket.getaddrinfo(host, port)
+    except (OSError, UnicodeError) as error:
+        raise RuntimeError(f"the name {shown(host)} has no address here: {error}") from None
     # without a thread it would wait for ever for a port that accepts connections and says nothing
     join = functools.partial(TCPStore, is_master=False, wait_for_workers=False, timeout=timedelta(0, seconds))
     found = run_in_thread(lambda: join(host, port), "ds_compress_connect")
@@ -71,10 +75,6 @@ def connect(address: str, origin: str = f"{PLACE}.every: {STORE}", seconds: floa
     except FutureTimeout:
         _end_connections(host, port)
         wait([found], seconds)  # a thread that is in torch when the interpreter ends may abort the process
-        try:
-            socket.getaddrinfo(host, port)
-        except OSError as error:
-            raise RuntimeError(f"the name {shown(host)} has no address here: {error.strerror}") from None
         raise RuntimeError("what listens there does not answer; is it `ds-compress replica-store`?") from None
 
 
