@@ -158,8 +158,9 @@ def test_one_that_is_ended_raises_nothing_beside(job):
     leaving = []
 
     def end():
-        leaving.append(threads.submit(job.leave, 1))
-        assert not wait(leaving, 0.2).done
+        if not leaving:  # it leaves a moment later, maybe after the next tick
+            leaving.append(threads.submit(job.leave, 1))
+            assert not wait(leaving, 0.2).done
 
     job.enter(1)
     job.call(0, error=CompressionError("no"))
