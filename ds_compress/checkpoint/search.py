@@ -6,6 +6,7 @@ status, which all ranks learn of, so both sides start from zero if one has to.
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,9 +113,8 @@ def load_gradients(root: Path, tag: str, rank: Rank, traffic: Any, step: int) ->
             for layer in layers(traffic.codec.codec, Stateful):  # type: ignore[type-abstract]
                 layer.check_memory(memory)
 
-    folder = Path(root, tag)
-    # none for a new replica, or of a run without ds_compress
-    own = [path for path in rank.shards(folder) if path == rank.path(folder)]
+    path = rank.path(Path(root, tag))
+    own = [path] if os.path.exists(path) else []  # a new replica has none, nor a run without ds_compress
     return _search(own, gradients_key(traffic.kind), traffic.settings, step, check)
 
 

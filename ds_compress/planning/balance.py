@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 UNEVEN = 0.15
-"""Forward passes of stages that differ by more than this share of the shorter ones are reported."""
+"""Stages are uneven if their forward passes differ by more than this share of the shorter ones."""
 
 
 def is_uneven(lower: Sequence[float], upper: Sequence[float]) -> bool:

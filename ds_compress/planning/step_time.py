@@ -176,7 +176,7 @@ class _Replay:
         self._record(self.ready, channel, now)
         if self.plan.eager:
             return now
-        # It returns when the last byte has left, not when it is there
+        # A blocking send returns when the last byte has left, not when it is there
         arrived = yield from self._arrival(channel, number)
         return max(now, arrived - _at(self.network, channel[0]).latency)
 

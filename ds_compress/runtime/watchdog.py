@@ -82,7 +82,7 @@ class Watchdog:
         self._blocked = 0.0  # seconds since when all of these wait for transfers
         self._is_known = threading.Event()  # the failure is
         self._overdue = 0.0  # seconds since the failure while inside
-        self._leaving = threading.Lock()  # a rank raises an error of its own, or is ended: one message
+        self._leaving = threading.Lock()  # held to leave a call, or to end the process: never both
         self._failure = ""  # of the job
         self._last_tick = time.monotonic()
         atexit.register(self._at_exit)

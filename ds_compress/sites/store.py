@@ -57,6 +57,7 @@ def connect(address: str, origin: str = f"{PLACE}.every: {STORE}", seconds: floa
 
     Args:
         origin: of the address, for errors.
+        seconds: for an answer.
 
     Raises:
         CompressionError: this is no address.

@@ -402,8 +402,8 @@ def test_packets_and_anchors_cross_over_several_connections(monkeypatch):
         assert not [key for key in store.list_keys() if "/anchor/" in key]
         launches += [first, newcomer]
         assert_alike(launches[-2:])
-    one, other = launches[1].anchors, launches[3].anchors
-    assert all(torch.equal(torch.cat(own), torch.cat(its)) for own, its in zip(one, other))
+    anchors = zip(launches[1].anchors, launches[3].anchors)
+    assert all(torch.equal(torch.cat(ours), torch.cat(theirs)) for ours, theirs in anchors)
 
 
 class Lazy:
