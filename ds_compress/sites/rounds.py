@@ -254,7 +254,9 @@ class Rounds:
             return False
         if head.round <= number:
             return True
-        for slot in {0, self._slot}:  # nobody else deletes what this replica has written since
+        # nobody else deletes what this replica has written since; another slot may have deleted that it sends
+        self._board.delete_packet(number, self._slot, self.number)
+        for slot in {0, self._slot}:
             self._board.delete_round(number, slot)
         raise CompressionError(
             f"round {number} was long ago; a new anchor is needed; if this site is always so slow, "

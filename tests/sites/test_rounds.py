@@ -874,6 +874,18 @@ def test_one_that_was_stopped_in_a_round_of_long_ago_leaves_at_once(store, where
     assert not [key for key in store.list_keys() if key.startswith(f"{PREFIX}1/")]
 
 
+def test_a_packet_under_way_as_another_slot_deletes_the_round_is_deleted(store):
+    """Who sent it was forgotten by then: it stayed in the store for ever, when both happened at once."""
+    first, late = Launch(store), Launch(store, announces=False)
+    for _ in range(2 + KEPT_ROUNDS):
+        play([first], [0.1])
+    slot = late.slots[0]
+    slot._board.put_packet(0, 0, late.number, torch.zeros(9, dtype=torch.uint8))
+    slot._board._delete("0/senders/0")  # as slot 1 does
+    assert "round 0 was long ago" in refusal(slot._is_open, 0)
+    assert not [key for key in store.list_keys() if key.startswith(f"{PREFIX}0/")]
+
+
 def test_replicas_that_went_on_in_different_stores_differ(store):
     """A store was lost, and soon the next one: each of two sites was alone in a round, with number 1. The
     outcomes had the same text, so both were taken to have the same anchor, which differed from then on."""
