@@ -94,6 +94,9 @@ class Context(MessageId):
     stash: MutableMapping[str, Any] = field(default_factory=dict)
     """Entries that the forward message of a micro-batch leaves, on both sides, for its backward message:
     the selection, and tensors of the codec. Discarded after that message, in evaluation at once."""
+    activation: Tensor | None = None
+    """Backward, for a codec that asks for it (`mixins.FollowsForward`): the tensor of the forward message, as
+    this side has it. The sender of gradients has what it decoded, the receiver what it sent."""
     memory: MutableMapping[str, Tensor] = field(default_factory=dict)
     """Tensors that outlive the message (a warm-started basis, learned weights). The boundary keeps and
     checkpoints them; its two directions share them. Replace entries, never modify them in place: only

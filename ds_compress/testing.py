@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from ds_compress.codec import CODECS, Codec, Context, Layout, TensorSpec, build, fill
 from ds_compress.codecs.message_error import measure_error
-from ds_compress.codecs.mixins import ReusesForwardIndices, VariableSizePayload
+from ds_compress.codecs.mixins import FollowsForward, VariableSizePayload
 from ds_compress.codecs.shapes import matrix_shape
 from ds_compress.errors import CompressionError, in_one_line
 
@@ -113,10 +114,10 @@ class CodecPair:
 def _built(setting: object, backward: object) -> tuple[Codec, tuple[Codec, Codec]]:
     """Return the codec of `setting`, and the two of a boundary that follow from it."""
     codec = build(setting)
-    partner = codec.forward_partner() if isinstance(codec, ReusesForwardIndices) else None
+    partner = codec.forward_partner() if isinstance(codec, FollowsForward) else None
     forward = partner or codec
     back = codec if partner or backward is None else build(backward)
-    return codec, (forward, back.paired_with(forward) if isinstance(back, ReusesForwardIndices) else back)
+    return codec, (forward, back.paired_with(forward) if isinstance(back, FollowsForward) else back)
 
 
 class BoundarySides:
@@ -132,19 +133,27 @@ class BoundarySides:
         """Send `activation` forward and `gradient` of the same micro-batch back; what arrives."""
         stashes: tuple[dict[str, Any], dict[str, Any]] = {}, {}
         left, right = zip((self._pair.codecs, self._pair.neighbours), stashes, self._memories)
-        return (
-            self._send(activation, left, right, {**place, "direction": "forward"}),
-            self._send(gradient, right, left, {**place, "direction": "backward"}),
-        )
+        arrived = self._send(activation, left, right, {**place, "direction": "forward"})
+        place["direction"] = "backward"
+        return arrived, self._send(gradient, right, left, place, arrived, activation)
 
-    def _send(self, x: Tensor, source: Any, target: Any, place: dict[str, Any]) -> Tensor:
+    def _send(
+        self,
+        x: Tensor,
+        source: Any,
+        target: Any,
+        place: dict[str, Any],
+        theirs: Tensor | None = None,
+        ours: Tensor | None = None,
+    ) -> Tensor:
+        """Send `x`, from a side that has the activation `theirs` to one that has `ours`."""
         codec, receiving = (side[0][place["direction"] == "backward"] for side in (source, target))
         spec, before = TensorSpec.of(x), x.clone()
         expect = functools.partial(self._pair.expect, spec=spec)
-        sender = Context(**place, stash=source[1], memory=source[2])
-        receiver = Context(**place, stash=target[1], memory=target[2])
-        with_sender = Context(**place, stash=dict(target[1]), memory=dict(target[2]))
-        with_out = Context(**place, stash=dict(source[1]), memory=dict(source[2]))
+        sender = Context(**place, activation=theirs, stash=source[1], memory=source[2])
+        receiver = Context(**place, activation=ours, stash=target[1], memory=target[2])
+        with_sender = replace(receiver, stash=dict(target[1]), memory=dict(target[2]))
+        with_out = replace(sender, stash=dict(source[1]), memory=dict(source[2]))
         generator = torch.get_rng_state()
         values = [(value, value.clone()) for memory in self._memories for value in memory.values()]
 

@@ -21,7 +21,7 @@ from ds_compress.cli.arguments import DTYPES, add_import, device, shape
 from ds_compress.cli.console import show
 from ds_compress.codec import CODECS, Codec, Context, TensorSpec, build, check_accepted, names
 from ds_compress.codecs.message_error import MessageError, measure_error
-from ds_compress.codecs.mixins import ObservesWarmup, ReusesForwardIndices, layers
+from ds_compress.codecs.mixins import FollowsForward, ObservesWarmup, layers
 from ds_compress.codecs.shapes import matrix_shape
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError, failures_at, shown
@@ -202,7 +202,7 @@ def contexts(codec: Codec, x: Tensor) -> tuple[Context, Context]:
     for layer in layers(codec, ObservesWarmup):  # type: ignore[type-abstract]
         layer.observe(x, sender)
         layer.observe(x, receiver)
-    forward = codec.forward_partner() if isinstance(codec, ReusesForwardIndices) else None
+    forward = codec.forward_partner() if isinstance(codec, FollowsForward) else None
     if forward is not None:
         forward.decode(forward.encode(x, sender), TensorSpec.of(x), receiver)
         sender.direction = receiver.direction = "backward"

@@ -15,6 +15,7 @@ from ds_compress.codecs.directions import (
     most_directions,
     subtract_directions,
 )
+from ds_compress.codecs.mixins import FollowsForward, layers
 from ds_compress.codecs.shapes import as_message, matrix_shape
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.backends import kernels
@@ -39,13 +40,25 @@ eighth the token error of a Llama trained for 300 steps was .11, with .3 it is .
 directions matter, and at its width they take less."""
 
 
+ALONG_BITS = 16
+"""Bits of the part of a gradient along its activation."""
+
+ALONG = 1 / 32
+"""Largest share of a packet that these parts take: below a width of 342 at 1.5 bits there are none."""
+
+
 @register("entropy")
-class Entropy(Codec):
+class Entropy(Codec, FollowsForward):
     """One uniform step for the whole tensor, entropy coded: the finest one that fits in `bits` per value.
 
     Rows that are much smaller or larger than the others are first multiplied by powers of two, which travel
     as one byte per row; rows of zeros are decoded as zeros. Images, a single row, short rows and messages of
     a few dozen values have no such bytes. The size is constant, the error varies.
+
+    A dithered gradient has the right part along its activation, one number per row. Behind norms a gradient
+    is nearly orthogonal to its activation, while noise is not. In the weights that make an attention sink
+    that noise is multiplied by the length of the sink, a thousand times that of other tokens, and the sink
+    of a pretrained model faded in a hundred steps (docs/evidence.md).
     `ds_compress.kernels.entropy.format` draws the packet.
     """
 
@@ -71,12 +84,32 @@ class Entropy(Codec):
         have most of their energy in a few directions. Fewer where the factors would take more than 30 % of
         the packet, as in messages of few or narrow rows."""
 
+    def __init__(self, options: CodecOptions | None = None):
+        super().__init__(options)
+        self._forward: Codec | None = None  # the codec of activations, if this one is for their gradients
+
+    def paired_with(self, forward: Codec) -> Codec:
+        if not self.unbiased:
+            return self
+        copy = Entropy(self.options)
+        copy._forward = list(layers(forward, Codec))[-1]  # type: ignore[type-abstract]
+        return copy
+
+    def wants_activation(self, spec: TensorSpec) -> bool:
+        """Return whether a part of each row travels apart. Not if the two sides have activations that differ
+        in direction more than the gradients that they exchange."""
+        rows = self._rows(spec)
+        if not rows or self._forward is None or ALONG_BITS * rows > ALONG * self.options.bits * spec.numel:
+            return False
+        return self._forward.gaussian_error_bound(spec) < _dither_error(self.options.bits)
+
     def layout(self, spec: TensorSpec) -> Layout:
         words, rows = self._frame(spec).words if spec.numel else 0, self._rows(spec)
         rank = self._rank(spec)
         shifts: Layout = (((rows,), torch.int8),) if rows else ()
+        along: Layout = (((rows,), torch.bfloat16),) if self.wants_activation(spec) else ()
         factors = factors_layout(rank, *matrix_shape(spec.shape)) if rank else ()
-        return (((words,), torch.int16), *shifts, *factors)
+        return (((words,), torch.int16), *shifts, *along, *factors)
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         if not x.numel():
@@ -85,16 +118,20 @@ class Entropy(Codec):
         frame, dither, rows = self._frame(spec), self._dither(ctx), self._rows(spec)
         if not rows:
             return (backend.encode_entropy(values.reshape(-1), frame, dither),)
-        values, factors = values.reshape(rows, -1), tuple[Tensor, ...]()
+        values, others = values.reshape(rows, -1), tuple[Tensor, ...]()
+        if self.wants_activation(spec):
+            others = (backend.project(values, self._activation(spec, ctx)).to(torch.bfloat16),)
         if rank := self._rank(spec):
             values, factors = subtract_directions(values, rank)
+            others += factors
         tolerance = 0 if self.unbiased else TOLERANCE
-        return (*backend.encode_rows(values, tolerance, frame, dither), *factors)
+        return (*backend.encode_rows(values, tolerance, frame, dither), *others)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         if not spec.numel:
             return torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
-        backend, code, factors = kernels(spec.device), parts[:2], parts[2:]
+        backend, code, along = kernels(spec.device), parts[:2], self.wants_activation(spec)
+        factors = parts[2 + along :]
         decode = backend.decode_rows if len(code) > 1 else backend.decode_entropy
         # shifted rows may leave the range of fp16
         dtype = torch.bfloat16 if spec.dtype == torch.bfloat16 else torch.float32
@@ -103,6 +140,9 @@ class Entropy(Codec):
             raise CompressionError("entropy: a damaged code came, no message is coded like that")
         if factors:
             values = add_directions(values.view(self._rows(spec), -1), *factors)
+        if along:
+            activation = self._activation(spec, ctx)
+            values = backend.set_projection(values.view(activation.shape), activation, parts[2])
         return as_message(values, spec)
 
     def _rows(self, spec: TensorSpec) -> int:
@@ -118,12 +158,13 @@ class Entropy(Codec):
         if not self.options.rank or not (rows := self._rows(spec)):
             return 0
         bits = spec.numel * self.options.bits
-        most = min(FACTORS * bits, bits - SHIFT_BITS * rows - 16 * least_words(spec.numel))
+        rest = bits - (SHIFT_BITS + ALONG_BITS * self.wants_activation(spec)) * rows
+        most = min(FACTORS * bits, rest - 16 * least_words(spec.numel))
         return max(0, min(self.options.rank, most_directions(most, *matrix_shape(spec.shape))))
 
     def _frame(self, spec: TensorSpec) -> CodeLayout:
-        """Return the frame of the code of a message of `spec`, without shifts and factors."""
-        others = SHIFT_BITS * self._rows(spec)
+        """Return the frame of the code of a message of `spec`, without what else travels."""
+        others = (SHIFT_BITS + ALONG_BITS * self.wants_activation(spec)) * self._rows(spec)
         if rank := self._rank(spec):
             others += factors_bits(rank, *matrix_shape(spec.shape))
         return frame_of(spec.numel, self.options.bits - others / max(spec.numel, 1), self.unbiased)
@@ -132,29 +173,45 @@ class Entropy(Codec):
         """Return the key of the dither, None for none."""
         return ctx.key("dither") if self.unbiased else None
 
+    def _activation(self, spec: TensorSpec, ctx: Context) -> Tensor:
+        """Return the activation that a gradient of `spec` belongs to, [rows, width]."""
+        if ctx.activation is None or ctx.activation.shape != spec.shape:
+            came = "none" if ctx.activation is None else str(TensorSpec.of(ctx.activation))
+            raise CompressionError(
+                f"entropy at boundary {ctx.boundary}, {ctx.direction}: gradients of {spec} need their "
+                f"activation, of the same shape; the forward message had {came}"
+            )
+        return ctx.activation.reshape(matrix_shape(spec.shape))
+
     @property
     def unbiased(self) -> bool:
         return self.options.rounding == "dither"
 
     @property
     def decodes_alike(self) -> bool:
-        return not self.options.rank
+        return not self.options.rank and self._forward is None
 
     def error_bound(self, spec: TensorSpec) -> float:
         rest = ROUNDED_BASIS if self._rank(spec) else 1.0  # its largest norm, relative to the message's
         if self.unbiased:  # each value is half a step off at most, however coarse that is
-            return rest * DITHERED_REACH * math.sqrt(spec.numel)
+            along = 2.0 * self.wants_activation(spec)  # if the two activations have nothing in common
+            return rest * DITHERED_REACH * math.sqrt(spec.numel) + along
         return rest  # values that need more bits than there are become zeros
 
     def gaussian_error_bound(self, spec: TensorSpec) -> float:
         # at high rates an ideal coder has 1.2 * 2^-rate; tables cost most in small messages
         frame = self._frame(spec) if spec.numel else frame_of(1, self.options.bits, self.unbiased)
         rate = 16 * frame.capacity / (frame.numel + 256)
-        if self.unbiased:  # at low rates four classes say too little
-            return 1.4 / math.sqrt(4**rate - 1) if rate >= 1 else max(1.0, rate**-1.6)
+        if self.unbiased:
+            return _dither_error(rate - 0.15 * (frame.classes == 1))  # one table codes low rates worse
         return min(0.99, 1.3 * 2**-rate)
 
     def refuses(self, spec: TensorSpec) -> str:
         if spec.numel > LARGEST_NUMEL:
             return f"it has {spec.numel:,} values, allowed: {LARGEST_NUMEL:,}"
         return ""
+
+
+def _dither_error(rate: float) -> float:
+    """Return the largest error of normal values that are dithered and coded with `rate` bits each."""
+    return 1.4 / math.sqrt(4**rate - 1) if rate >= 1 else max(1.0, rate**-1.6)  # four classes say too little

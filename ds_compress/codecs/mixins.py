@@ -4,7 +4,7 @@
     ObservesWarmup            reads the messages of the warm-up                     feedbacks ef21, aqsgd
     ManagesStorage            stores entries of the memory off the device           feedback aqsgd
     Selects                   keeps some entries, which the gradient can reuse      topk, randomk
-    ReusesForwardIndices      depends on the forward codec                          topk, indices "reuse"
+    FollowsForward            depends on the forward message                        topk, entropy
     VariableSizePayload       sends a payload whose size depends on the data        lossless
     FusesFeedback             does a feedback's steps in the same pass              quantize
 
@@ -94,8 +94,8 @@ class Selects(ABC):
         """Return how many entries of a tensor of `spec` are kept, over all rows."""
 
 
-class ReusesForwardIndices(ABC):
-    """A backward codec that may depend on the forward codec of its boundary."""
+class FollowsForward(ABC):
+    """A backward codec that may depend on the forward codec of its boundary, and on the activation."""
 
     note: str = ""
     """What became of this setting, if the user should know; logged once at start-up."""
@@ -115,9 +115,13 @@ class ReusesForwardIndices(ABC):
         """
         return None
 
-    @abstractmethod
+    def wants_activation(self, spec: TensorSpec) -> bool:
+        """Return whether it reads `ctx.activation` for a gradient of `spec`."""
+        return False
+
     def forward_partner(self) -> Codec | None:
         """Return the forward codec whose message must come first; None if this codec works alone."""
+        return None
 
 
 class VariableSizePayload(ABC):

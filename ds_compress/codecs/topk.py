@@ -18,7 +18,7 @@ from ds_compress.codec import (
     register,
 )
 from ds_compress.codecs import bounds
-from ds_compress.codecs.mixins import ReusesForwardIndices, Selects, layers
+from ds_compress.codecs.mixins import FollowsForward, Selects, layers
 from ds_compress.codecs.sidco import above_threshold, least_share
 from ds_compress.codecs.sparse import Sparse, SparseOptions, count_kept, gather, rows_of
 from ds_compress.errors import CompressionError
@@ -41,7 +41,7 @@ class _TopKPlan(NamedTuple):
 
 
 @register("topk")
-class TopK(Sparse, ReusesForwardIndices):
+class TopK(Sparse, FollowsForward):
     """Keeps the entries of largest magnitude, exactly k = max(1, ceil(density * d)) of each row's d.
 
     With `indices: "reuse"`, backward sends the gradient at the entries that forward kept, and no indices: the

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_compress.codec import CODECS, Codec
-from ds_compress.codecs.mixins import ReusesForwardIndices, VariableSizePayload
+from ds_compress.codecs.mixins import FollowsForward, VariableSizePayload
 from ds_compress.config.block import DIRECTIONS, KEY, Block
 from ds_compress.errors import CompressionError, errors_at
 from ds_compress.feedback import FEEDBACKS, Feedback
@@ -129,7 +129,7 @@ class CodecSettings:
         forward, backward = (CODECS.build(*chosen[direction]["codec"]) for direction in DIRECTIONS)
         feedbacks = {direction: FEEDBACKS.build(*own["feedback"]) for direction, own in chosen.items()}
         path = self._path(boundary)
-        if isinstance(forward, ReusesForwardIndices) and forward.forward_partner() is not None:
+        if isinstance(forward, FollowsForward) and forward.forward_partner() is not None:
             raise CompressionError(
                 f"{path}.forward.codec: {forward} takes over from a forward message; allowed backward only"
             )
@@ -148,10 +148,12 @@ class CodecSettings:
         with errors_at(f"{path}.forward.feedback"):
             feedbacks["forward"].check_growth(forward)
             forward = feedbacks["forward"].wrap(forward)
-        if isinstance(backward, ReusesForwardIndices):
+        if isinstance(backward, FollowsForward):
             with errors_at(f"{path}.backward.codec"):
-                backward = backward.paired_with(forward)
-            if isinstance(backward, ReusesForwardIndices) and backward.note:
+                paired = backward.paired_with(forward)
+            if paired.decodes_alike or not feedbacks["backward"].has_mirrored_state:
+                backward = paired
+            if isinstance(backward, FollowsForward) and backward.note:
                 self.notes[f"{path}.backward.codec: {backward.note}"] = None
         with errors_at(f"{path}.backward.feedback"):
             feedbacks["backward"].check_growth(backward)

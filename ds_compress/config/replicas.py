@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ds_compress.codec import CODECS, Codec, TensorSpec
 from ds_compress.codecs.lowrank import LowRank
-from ds_compress.codecs.mixins import ReusesForwardIndices, Stateful, VariableSizePayload, layers
+from ds_compress.codecs.mixins import FollowsForward, Stateful, VariableSizePayload, layers
 from ds_compress.errors import CompressionError, errors_at
 from ds_compress.feedback import FEEDBACKS, Feedback
 from ds_compress.registry import Options, Steps
@@ -143,7 +143,7 @@ def _check_exchanged(
         between: what exchanges packets, for errors.
         everywhere: whether all processors have to decode alike.
     """
-    reuses = isinstance(codec, ReusesForwardIndices) and codec.forward_partner() is not None
+    reuses = isinstance(codec, FollowsForward) and codec.forward_partner() is not None
     if isinstance(codec, STATEFUL) or reuses or (everywhere and not codec.decodes_alike):
         raise CompressionError(
             f"{path}.codec: {codec} is not allowed between {between}: it depends on other messages than "

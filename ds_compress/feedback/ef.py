@@ -7,7 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ds_compress.codec import Codec, Context, Parts, Stability, TensorSpec
-from ds_compress.codecs.mixins import FusesFeedback, ReusesForwardIndices
+from ds_compress.codecs.mixins import FollowsForward, FusesFeedback
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.state import State, StatefulFeedback, StateOptions
 from ds_compress.kernels.backends import kernels
@@ -51,7 +51,7 @@ class ErrorFeedbackCodec(FeedbackCodec, StatefulFeedback):
     def __init__(self, feedback: Feedback, codec: Codec):
         super().__init__(feedback, codec)
         self.state = State(feedback.name, "sender", feedback.options, feedback.options.dtype)
-        self._reuses = codec if isinstance(codec, ReusesForwardIndices) else None
+        self._reuses = codec if isinstance(codec, FollowsForward) else None
         # a fused pass also counts as lost the entries that a codec with reused indices cannot send
         self._fused = codec if isinstance(codec, FusesFeedback) and self._reuses is None else None
 

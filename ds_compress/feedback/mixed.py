@@ -7,7 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ds_compress.codec import Codec, Context, Layout, Parts, Stability, TensorSpec
-from ds_compress.codecs.mixins import ReusesForwardIndices, Selects
+from ds_compress.codecs.mixins import FollowsForward, Selects
 from ds_compress.errors import CompressionError
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.ef import ErrorFeedbackOptions
@@ -34,7 +34,7 @@ class MixedErrorFeedback(Feedback):
         return stability.constant
 
     def wrap(self, codec: Codec) -> Codec:
-        if isinstance(codec, ReusesForwardIndices) and codec.forward_partner() is not None:
+        if isinstance(codec, FollowsForward) and codec.forward_partner() is not None:
             raise CompressionError(
                 f"'ef_mixed' cannot split the entries that {codec} takes over from forward; "
                 "allowed: 'ef', 'ef21', 'loco'"

@@ -16,6 +16,7 @@ from torch import Tensor
 from ds_compress.codec import Codec, Context, Layout, MessageId, TensorSpec, check_accepted, fill
 from ds_compress.codecs.mixins import (
     CodecWrapper,
+    FollowsForward,
     ManagesStorage,
     ObservesWarmup,
     Stateful,
@@ -128,6 +129,7 @@ class Channel:
                 known += ctx.known
             if message.ids:
                 fill(views[-1:], (self.boundary.sample_ids[message_id.micro_batch],))
+            self.boundary.keep_activations(message_id, message, tensors)
             layout.write_header(packet, message_id)
             encoded = Encoded(packet, self._extra_packet(extra, message_id) if extra else None, message)
         self.sent.add(encoded, known)
@@ -174,6 +176,7 @@ class Channel:
                     explain(error, codec, self.place, message_id)
                     raise
                 arrived.append(tensor.detach() if id(tensor) in map(id, own) else tensor)
+        self.boundary.keep_activations(message_id, message, arrived, packet)
         return arrived
 
     def _observe(self, tensors: Sequence[Tensor], message: MessageLayout, message_id: MessageId) -> None:
@@ -243,6 +246,7 @@ class Boundary:
         not known. Equal on both sides."""
         self._dependences: dict[int, tuple[bool, ...] | None] = {}  # of the present step, by micro-batch
         self._stashes: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self._activations: dict[int, list[Tensor | None]] = {}  # of the present step, by micro-batch
         codecs: BoundaryCodecs = config.in_force.codecs(number)
         self.forward = Channel(self, "forward", codecs.forward)
         self.backward = Channel(self, "backward", codecs.backward)
@@ -254,6 +258,7 @@ class Boundary:
     def begin_step(self, loss_scale: float = 1.0) -> None:
         """Forget what an interrupted step left; `loss_scale`: of the gradients until the next one."""
         self._stashes.clear()
+        self._activations.clear()
         self._dependences.clear()
         self.loss_scale = loss_scale
 
@@ -281,6 +286,7 @@ class Boundary:
             stash = self._stashes[key] = {}
         else:
             stash = self._stashes.pop(key, {})
+        activations = () if forward else self._activations.get(message_id.micro_batch, ())
         return Context(  # by name: ** would make a dict of all of them
             boundary=message_id.boundary,
             direction=message_id.direction,
@@ -293,8 +299,28 @@ class Boundary:
             loss_scale=1.0 if forward else self.loss_scale,
             sample_ids=self.sample_ids.get(message_id.micro_batch) if forward else None,
             stash=stash,
+            activation=activations[position] if position < len(activations) else None,
             memory=memory,
         )
+
+    def keep_activations(
+        self,
+        message_id: MessageId,
+        message: MessageLayout,
+        tensors: Sequence[Tensor],
+        packet: Packet | None = None,
+    ) -> None:
+        """Keep what the codec of gradients will ask for of a forward message in training; drop it when the
+        gradients have crossed. Tensors in the memory of `packet`, which is used again, are copied."""
+        if message_id.direction == "backward":
+            self._activations.pop(message_id.micro_batch, None)
+        elif message_id.training and message.compressed:
+            for layer in layers(self.backward.codec, FollowsForward):  # type: ignore[type-abstract]
+                self._activations[message_id.micro_batch] = [
+                    _kept(tensor, packet) if layer.wants_activation(TensorSpec.of(tensor)) else None
+                    for tensor in tensors
+                    if tensor.is_floating_point()
+                ]
 
     def pass_by(self, message_id: MessageId, position: int) -> None:
         """Drop what the forward message kept for the gradient at `position`, which is sent uncompressed."""
@@ -325,6 +351,7 @@ class Boundary:
         other.memory = {position: dict(memory) for position, memory in self.memory.items()}
         other.sample_ids = dict(self.sample_ids)
         other._stashes = {key: dict(stash) for key, stash in self._stashes.items()}
+        other._activations = dict(self._activations)
         return other
 
     def adopt(self) -> None:
@@ -384,6 +411,13 @@ def evaluated(boundaries: Iterable[Boundary], mode: Mode) -> Iterator[None]:
     finally:
         for boundary, own in before:
             boundary.evaluation = own
+
+
+def _kept(tensor: Tensor, packet: Packet | None) -> Tensor:
+    """Return `tensor`, outside the graph and the memory of `packet`."""
+    memory = tensor.untyped_storage().data_ptr()
+    is_view = packet is not None and memory == packet.memory.untyped_storage().data_ptr()
+    return tensor.detach().clone() if is_view else tensor.detach()
 
 
 def _inner(codec: Codec) -> Codec:

@@ -202,7 +202,8 @@ class _Cross(torch.autograd.Function):
         ctx.boundary, ctx.message_id = boundary, message_id
         ctx.floats = [tensor.dtype.is_floating_point for tensor in tensors]
         upstream, downstream = boundary.upstream.forward, boundary.downstream.forward
-        outputs = boundary.transfer(upstream, downstream, tensors, message_id)
+        arrived = boundary.transfer(upstream, downstream, tensors, message_id)
+        outputs = [tensor.clone() for tensor in arrived]  # as DeepSpeed does: a layer may overwrite its input
         ctx.mark_non_differentiable(*(t for t, is_float in zip(outputs, ctx.floats) if not is_float))
         return tuple(outputs)
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from ds_compress.codec import TYPICAL, Codec, Context, Layout, Parts, TensorSpec, build
-from ds_compress.codecs.mixins import ReusesForwardIndices, Stateful, VariableSizePayload
+from ds_compress.codecs.mixins import FollowsForward, Stateful, VariableSizePayload
 from ds_compress.errors import CompressionError
 from ds_compress.feedback.base import encode_and_decode
 
@@ -27,7 +27,7 @@ def first_codec(choice: object) -> Codec:
         CompressionError: it cannot be one: begins with "first_visit".
     """
     codec = build(choice, "first_visit")
-    follows = isinstance(codec, ReusesForwardIndices) and codec.forward_partner() is not None
+    follows = isinstance(codec, FollowsForward) and codec.forward_partner() is not None
     if follows or isinstance(codec, (VariableSizePayload, Stateful)) or not codec.decodes_alike:
         raise CompressionError(
             f"first_visit: {codec.name!r} cannot send first visits: buffers start from what it decodes to "

@@ -28,6 +28,16 @@ _subtract = Function(
     rest=Buffer(FLOATS, ("rows", "width"), dtype_from="bf16"),
 )
 _add = Function(*("directions", "add_product"), **_FACTORS)
+_project = Function(
+    *("directions", "project_rows"),
+    values=_FACTORS["values"],
+    bf16=FLAG,
+    rows=SIZE,
+    width=SIZE,
+    onto=Buffer(FLOATS, ("rows", "width"), dtype_from="bf16"),
+    lengths=Buffer((torch.float32,), ("rows",)),
+    sets=FLAG,
+)
 
 
 def subtract_product(m: Tensor, dual: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,3 +63,25 @@ def add_product(rest: Tensor, codes: Tensor, exponents: Tensor, basis: Tensor) -
 def _known(values: Tensor, basis: Tensor) -> dict[str, Any]:
     rows, width = values.shape
     return {"bf16": values.dtype == torch.bfloat16, "rows": rows, "width": width, "rank": len(basis)}
+
+
+def project(m: Tensor, onto: Tensor) -> Tensor:
+    if not native.serves(m.numel()):
+        return reference.project(m, onto)
+    values = (m if m.dtype in FLOATS else m.float()).contiguous()
+    lengths = torch.empty(len(m), dtype=torch.float32, device="cpu")
+    _project_rows(values, onto, lengths, sets=False)
+    return lengths
+
+
+def set_projection(m: Tensor, onto: Tensor, lengths: Tensor) -> Tensor:
+    if not native.serves(m.numel()):
+        return reference.set_projection(m, onto, lengths)
+    _project_rows(m, onto, lengths.float(), sets=True)
+    return m
+
+
+def _project_rows(m: Tensor, onto: Tensor, lengths: Tensor, sets: bool) -> None:
+    rows, width = m.shape
+    known = {"bf16": m.dtype == torch.bfloat16, "rows": rows, "width": width, "sets": sets}
+    _project.bind(**known)(m, onto.to(m.dtype).contiguous(), lengths)

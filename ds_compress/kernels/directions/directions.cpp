@@ -103,6 +103,43 @@ void subtract_rows(const In* x, const SubtractArguments& args, int64_t row, In* 
     add_rows<ROWS>(x, coefficients, factors, rest);
 }
 
+struct ProjectArguments {
+    void* values;
+    int64_t bf16, rows, width;
+    const void* onto;
+    float* lengths;
+    int64_t sets;  // changes the values by the lengths, else the lengths are what they have
+};
+
+template <class Value>
+void project(Value* x, const Value* onto, int64_t width, float& length, bool sets) {
+    const auto larger = [](Ints a, Ints b) { return a > b ? a : b; };
+    const auto add = [](Floats a, Floats b) { return a + b; };
+    Ints most = {};
+    in_vectors(width, [&](int64_t i, int64_t lanes) {
+        most = larger(most, (Ints)load_partial(onto + i, lanes) & MAGNITUDE);
+    });
+    const int32_t largest = reduce(most, larger)[0];
+    const bool fits = largest > 0 && largest < INFINITE;
+    const Floats scale = Floats{} + as_float((254 - std::min(largest >> 23, 253)) << 23), zeros = {};  // to [1, 4)
+    const auto scaled = [&](int64_t i, int64_t lanes) { return fits ? load_partial(onto + i, lanes) * scale : zeros; };
+    Floats products = {}, squares = {};
+    in_vectors(width, [&](int64_t i, int64_t lanes) {
+        const Floats own = scaled(i, lanes);
+        products = multiply_add(load_partial(x + i, lanes), own, products);
+        squares = multiply_add(own, own, squares);
+    });
+    const float norm = fits ? std::sqrt(reduce(squares, add)[0]) : 1, found = reduce(products, add)[0] / norm;
+    if (!sets) {
+        length = found;
+        return;
+    }
+    const Floats lacking = Floats{} + (length - found) / norm;
+    in_vectors(width, [&](int64_t i, int64_t lanes) {
+        store_partial(multiply_add(scaled(i, lanes), lacking, load_partial(x + i, lanes)), x + i, lanes);
+    });
+}
+
 // work(row, ROWS) of all rows, ROWS of them together.
 template <class F>
 void for_rows(int64_t rows, int threads, const F& work) {
@@ -134,6 +171,18 @@ int64_t add_product(const Factors& args, int threads) {
             Coefficients coefficients;
             read_codes<ROWS()>(args, row, 1, coefficients);
             add_rows<ROWS()>(y + row * args.width, coefficients, args, y + row * args.width);
+        });
+    });
+    return 0;
+}
+
+int64_t project_rows(const ProjectArguments& args, int threads) {
+    with_type(args.values, args.bf16, [&](auto* x) {
+        const auto* onto = static_cast<decltype(x)>(const_cast<void*>(args.onto));
+        in_parallel(args.rows, threads, [&](int64_t row, int64_t end) {
+            for (; row < end; ++row)
+                project(x + row * args.width, onto + row * args.width, args.width, args.lengths[row], args.sets);
+            return true;
         });
     });
     return 0;

@@ -64,3 +64,42 @@ def test_any_bytes_can_be_added():
     for backend in (cpu, reference):
         added = backend.add_product(torch.zeros(256, 40), codes, exponents, torch.ones(3, 40))
         assert torch.equal(added[128], torch.full((40,), -384.0)) and added[255].isinf().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_both_project_rows_alike(dtype):
+    """Onto rows of any length, whose squares leave the range of fp32, too."""
+    for rows, width in itertools.product((1, 2, 5, 131), (7, 64, 100, 257)):
+        generator = torch.Generator().manual_seed(rows * width)
+        m, onto = torch.randn(2, rows, width, generator=generator)
+        powers = torch.randint(-10, 10, (rows, 1), generator=generator)
+        onto *= 2.0 ** (powers if dtype == torch.float16 else 12 * powers)
+        m, onto = m.to(dtype), onto.to(dtype)
+        lengths = cpu.project(m, onto)
+        units = torch.nn.functional.normalize(onto.double(), eps=0)
+        assert (lengths - (m.double() * units).sum(1)).abs().max() < 1e-4
+        assert (lengths - reference.project(m, onto)).abs().max() < 1e-4
+        wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        wanted = torch.randn(rows, generator=generator)
+        found = [backend.set_projection(m.to(wide), onto, wanted) for backend in (cpu, reference)]
+        tolerance = 2**-6 if dtype == torch.bfloat16 else 1e-5
+        for changed in found:
+            assert changed.dtype == wide
+            assert (reference.project(changed, onto) - wanted).abs().max() < 8 * tolerance
+            across = changed.double() - m.double()
+            across -= (across * units).sum(1, keepdim=True) * units
+            assert across.abs().max() < tolerance, "only the part along the row changes"
+        assert (found[0].float() - found[1].float()).abs().max() < tolerance
+
+
+def test_onto_what_has_no_direction_nothing_is_projected():
+    """Rows of zeros, and those that are not finite: the part along them is 0, and stays as it is."""
+    m, onto = torch.randn(5, 100), torch.randn(5, 100)
+    onto[1], onto[2, 70], onto[3, 3] = 0, torch.inf, torch.nan
+    for backend in (cpu, reference):
+        lengths = backend.project(m, onto)
+        assert torch.equal(lengths == 0, torch.tensor([False, True, True, True, False]))
+        changed = backend.set_projection(m.clone(), onto, lengths)
+        assert torch.equal(changed[1:4], m[1:4])
+        bad = m.index_fill(0, torch.tensor([1]), torch.nan)
+        assert backend.project(bad, onto)[1].isnan()
