@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ds_compress.codec import CODECS, TYPICAL, Context, TensorSpec, build
-from ds_compress.codecs.mixins import ReusesForwardIndices
+from ds_compress.codecs.mixins import FollowsForward
 from ds_compress.config import Config
 from ds_compress.feedback import FEEDBACKS
 from ds_compress.kernels.quantize.hadamard import key_of, rotate
@@ -163,7 +163,7 @@ def test_every_codec_says_what_it_is(feedback):
         assert declared.kind in ("contraction", "unbiased", "neither")
         # of a code that is learned, or that ends as zeros at worst, no constant is known
         assert declared.constant < math.inf or codec.name == "entropy"
-        if isinstance(codec, ReusesForwardIndices) and codec.forward_partner() is not None:
+        if isinstance(codec, FollowsForward) and codec.forward_partner() is not None:
             continue
         refused = 1 <= FEEDBACKS.build(feedback, "feedback").growth(declared) < math.inf
         assert not refused
