@@ -1,6 +1,6 @@
 """How long the attention sink of SmolLM2 stays while it is fine-tuned with few bits in its gradients.
 
-    python launch/sink.py --data FOLDER [--steps 100] [--seed 1] [--draws 0] [--without]
+    python launch/sink.py --data FOLDER [--steps 100] [--seed 1] [--draws 1234] [--without]
 
 LoRA as in preset `real` of launch/reproduce.py, compressed as by `balanced` after three steps. Each line has
 a step, its loss, the least length that the first token of a sample has behind the second stage, and the
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="has smollm2/ and wikitext2/")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1, help="of batches and adapters")
-    parser.add_argument("--draws", type=int, default=0, help='"seed" of the ds_compress block')
+    parser.add_argument("--draws", type=int, default=1234, help='"seed" of the ds_compress block')
     parser.add_argument("--without", action="store_true", help="without parts along activations")
     args = parser.parse_args()
     if args.without:
@@ -40,7 +40,7 @@ def main() -> None:
     config = {"ds_compress": {**balanced, "warmup_steps": 3, "seed": args.draws}}
     task = task_of("real", "smollm2-lora", args.data, args.data)
     stages = nn.Sequential(*task.stages(args.seed))
-    model = simulate(stages, config, range(1, STAGES), task.steps_per_epoch)
+    model = simulate(stages, config, range(1, STAGES), task.steps_per_epoch, replica=0)
     lengths = torch.zeros(0)
 
     def measure(boundary: SimulatedBoundary, inputs: tuple[torch.Tensor, ...]) -> None:
