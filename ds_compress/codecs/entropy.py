@@ -57,7 +57,7 @@ class Entropy(Codec, FollowsForward):
 
     A dithered gradient has the right part along its activation, one number per row. Behind norms a gradient
     is nearly orthogonal to its activation, while noise is not. In the weights that make an attention sink
-    that noise is multiplied by the length of the sink, a thousand times that of other tokens, and the sink
+    that noise is multiplied by the length of the sink, 150 times that of other tokens, and the sink
     of a pretrained model faded in a hundred steps (docs/evidence.md).
     `ds_compress.kernels.entropy.format` draws the packet.
     """

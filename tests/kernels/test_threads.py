@@ -94,6 +94,9 @@ def test_products_with_directions(alike, dtype):
     alike(lambda: cpu.subtract_product(x, directions, directions))
     rest, *coefficients = cpu.subtract_product(x, directions, directions)
     alike(lambda: cpu.add_product(rest.clone(), *coefficients, directions))
+    onto, lengths = values(96, dtype, seed=1), cpu.project(rest, x)
+    alike(lambda: cpu.project(x, onto))
+    alike(lambda: cpu.set_projection(rest.clone(), onto, lengths))
 
 
 def processor_time(count, threads):
