@@ -120,7 +120,10 @@ class Entropy(Codec, FollowsForward):
             return (backend.encode_entropy(values.reshape(-1), frame, dither),)
         values, others = values.reshape(rows, -1), tuple[Tensor, ...]()
         if self.wants_activation(spec):
-            others = (backend.project(values, self._activation(spec, ctx)).to(torch.bfloat16),)
+            activation = self._activation(spec, ctx)
+            unknown = torch.full((rows,), torch.nan, dtype=torch.float32, device=x.device)
+            along = unknown if activation is None else backend.project(values, activation)
+            others = (along.to(torch.bfloat16),)
         if rank := self._rank(spec):
             values, factors = subtract_directions(values, rank)
             others += factors
@@ -140,8 +143,7 @@ class Entropy(Codec, FollowsForward):
             raise CompressionError("entropy: a damaged code came, no message is coded like that")
         if factors:
             values = add_directions(values.view(self._rows(spec), -1), *factors)
-        if along:
-            activation = self._activation(spec, ctx)
+        if along and (activation := self._activation(spec, ctx)) is not None:
             values = backend.set_projection(values.view(activation.shape), activation, parts[2])
         return as_message(values, spec)
 
@@ -173,13 +175,18 @@ class Entropy(Codec, FollowsForward):
         """Return the key of the dither, None for none."""
         return ctx.key("dither") if self.unbiased else None
 
-    def _activation(self, spec: TensorSpec, ctx: Context) -> Tensor:
-        """Return the activation that a gradient of `spec` belongs to, [rows, width]."""
-        if ctx.activation is None or ctx.activation.shape != spec.shape:
-            came = "none" if ctx.activation is None else str(TensorSpec.of(ctx.activation))
+    def _activation(self, spec: TensorSpec, ctx: Context) -> Tensor | None:
+        """Return the activation that a gradient of `spec` belongs to, [rows, width].
+
+        None if this side keeps none: the forward message was left to DeepSpeed, or was of an evaluation, or
+        has been answered. The gradient then arrives as the code has it, noise along its activation included.
+        """
+        if ctx.activation is None:
+            return None
+        if ctx.activation.shape != spec.shape:
             raise CompressionError(
-                f"entropy at boundary {ctx.boundary}, {ctx.direction}: gradients of {spec} need their "
-                f"activation, of the same shape; the forward message had {came}"
+                f"entropy at boundary {ctx.boundary}, {ctx.direction}: a gradient of {spec} came for an "
+                f"activation of {TensorSpec.of(ctx.activation)}; allowed: one of the same shape"
             )
         return ctx.activation.reshape(matrix_shape(spec.shape))
 

@@ -53,7 +53,7 @@ directions: a product of fp32 [rank, width] and coefficients, int8 [rows, rank] 
     subtract_product(m, dual, basis)                   [rows, width] -> rest, codes, exponents
     add_product(rest, codes, exponents, basis)         rest + codes * basis, in place
     project(m, onto)                                   [rows, width], twice -> lengths along rows, fp32 [rows]
-    set_projection(m, onto, lengths)                   m with such lengths, in place
+    set_projection(m, onto, lengths)                   m with such lengths, in place; not finite: as it is
 """
 
 import logging

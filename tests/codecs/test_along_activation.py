@@ -7,15 +7,20 @@ noise was not, and was multiplied by that length in the weights that make the si
 
 import pytest
 import torch
+from torch import nn
 
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.codecs import entropy
 from ds_compress.config import Config
 from ds_compress.kernels.backends import cpu, reference, using
 from ds_compress.message.channel import Boundary
+from ds_compress.simulate import simulate
 from ds_compress.transport.packet import Packet
 from tests.support import pipeline
+from tests.support.engine_subclasses import OwnFunctions
 from tests.support.pipeline import ds_config
+from tests.support.pipeline_kinds import train_all
+from tests.support.programs import program
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
 
@@ -93,13 +98,54 @@ def test_state_that_both_sides_keep_is_made_without_it():
     assert plain.codec.decodes_alike and not paired.codec.decodes_alike
 
 
-@pytest.mark.parametrize("activation", [None, torch.zeros(2, 128, 64)])
-def test_a_gradient_without_its_activation_is_refused(activation):
-    ctx = Context(2, "backward", activation=activation)
+@pytest.mark.parametrize("theirs, ours", [(False, False), (True, False), (False, True)])
+def test_a_gradient_whose_activation_a_side_does_not_know_arrives_as_without(theirs, ours):
+    x, arrived, g, _ = message()
+    codec, place = backward(), {"direction": "backward"}
+    parts = codec.encode(g, Context(**place, activation=arrived if theirs else None))
+    y = codec.decode(parts, SPEC, Context(**place, activation=x if ours else None))
+    plain = build(DITHER)
+    usual = plain.decode(plain.encode(g, Context()), SPEC, Context())
+    assert (y - g).norm() < 1.05 * (usual - g).norm()
+
+
+def test_a_part_beyond_the_range_of_fp32_leaves_its_row_as_it_is():
+    """A gradient of 1e37 everywhere became inf."""
+    g, ctx = torch.full(SPEC.shape, 1e37), Context(direction="backward", activation=torch.ones(SPEC.shape))
+    for backend in (cpu, reference):
+        with using(backend):
+            codec = backward()
+            assert codec.decode(codec.encode(g, ctx), SPEC, ctx).isfinite().all()
+
+
+def test_an_activation_of_another_shape_is_refused():
+    ctx = Context(2, "backward", activation=torch.zeros(2, 128, 64))
     line = refusal(backward().encode, torch.zeros(SPEC.shape), ctx)
-    came = "none" if activation is None else "float32 [2, 128, 64]"
-    assert line.startswith("entropy at boundary 2, backward: gradients of float32 [2, 128, 576] need their")
-    assert line.endswith(f"the forward message had {came}")
+    assert line.startswith("entropy at boundary 2, backward: a gradient of float32 [2, 128, 576] came for an")
+    assert "activation of float32 [2, 128, 64]" in line
+
+
+def test_simulate_sends_gradients_of_evaluations_and_of_older_graphs(monkeypatch):
+    """Neither side keeps their activations: they were refused."""
+    monkeypatch.setattr(entropy, "ALONG", 1.0)
+    block = {"backward": {"codec": {**DITHER, "bits": 2.5}}, "min_numel": 0}
+    model = simulate(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), {"ds_compress": block}, [1])
+    x = torch.randn(4, 16, 32)
+    model.eval()(x).sum().backward()
+    loss = model.train()(x).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    (model(x) + model(2 * x)).sum().backward()
+    assert model[0].weight.grad.isfinite().all()
+
+
+def test_gradients_of_activations_that_are_left_to_deepspeed_arrive(monkeypatch):
+    """The gradients of such a program were compressed, and stopped it at the first one."""
+    monkeypatch.setattr(entropy, "ALONG", 1.0)
+    block = {"backward": {"codec": {**DITHER, "bits": 4}}}
+    losses = run_ranks(2, train_all, program(OwnFunctions), {"dither": block})[0]
+    assert losses["dither"]["losses"] == pytest.approx(losses["stock"]["losses"], rel=0.03)
+    assert losses["dither"]["losses"] != losses["stock"]["losses"]
 
 
 @pytest.mark.parametrize("forward", ["none", "bf16", ACTIVATIONS])

@@ -134,9 +134,10 @@ void project(Value* x, const Value* onto, int64_t width, float& length, bool set
         length = found;
         return;
     }
-    const Floats lacking = Floats{} + (length - found) / norm;
+    const float lacking = (length - found) / norm;
+    if (!(std::fabs(lacking) < as_float(INFINITE))) return;
     in_vectors(width, [&](int64_t i, int64_t lanes) {
-        store_partial(multiply_add(scaled(i, lanes), lacking, load_partial(x + i, lanes)), x + i, lanes);
+        store_partial(multiply_add(scaled(i, lanes), Floats{} + lacking, load_partial(x + i, lanes)), x + i, lanes);
     });
 }
 

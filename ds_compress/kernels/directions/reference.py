@@ -38,9 +38,10 @@ def project(m: Tensor, onto: Tensor) -> Tensor:
 
 def set_projection(m: Tensor, onto: Tensor, lengths: Tensor) -> Tensor:
     """Change `m`, fp32 or bf16 [rows, width], in place, along `onto` alone, so that `project` would return
-    `lengths`, [rows] of any float dtype; return it."""
+    `lengths`, [rows] of any float dtype; return it. Rows whose length is not finite stay as they are."""
     values, units = m.float(), _of_length_one(onto)
     lacking = lengths.float() - torch.linalg.vecdot(values, units)
+    lacking = torch.where(lacking.isfinite(), lacking, 0)
     return m.copy_(torch.addcmul(values, lacking[:, None], units))
 
 

@@ -103,3 +103,11 @@ def test_onto_what_has_no_direction_nothing_is_projected():
         assert torch.equal(changed[1:4], m[1:4])
         bad = m.index_fill(0, torch.tensor([1]), torch.nan)
         assert backend.project(bad, onto)[1].isnan()
+
+
+def test_a_length_that_is_not_finite_changes_nothing():
+    m, onto = torch.randn(2, 4, 100)
+    lengths = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0])
+    for backend in (cpu, reference):
+        changed = backend.set_projection(m.clone(), onto, lengths)
+        assert torch.equal(changed[:3], m[:3]) and not torch.equal(changed[3], m[3])
