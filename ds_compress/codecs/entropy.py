@@ -1,5 +1,6 @@
 """Codec entropy: a uniform quantizer whose codes are entropy coded, at a constant size."""
 
+import copy
 import math
 from typing import Literal
 
@@ -91,9 +92,9 @@ class Entropy(Codec, FollowsForward):
     def paired_with(self, forward: Codec) -> Codec:
         if not self.unbiased:
             return self
-        copy = Entropy(self.options)
-        copy._forward = list(layers(forward, Codec))[-1]  # type: ignore[type-abstract]
-        return copy
+        paired = copy.copy(self)
+        paired._forward = list(layers(forward, Codec))[-1]  # type: ignore[type-abstract]
+        return paired
 
     def wants_activation(self, spec: TensorSpec) -> bool:
         """Return whether a part of each row travels apart. Not if the two sides have activations that differ

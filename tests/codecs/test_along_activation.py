@@ -98,6 +98,17 @@ def test_state_that_both_sides_keep_is_made_without_it():
     assert plain.codec.decodes_alike and not paired.codec.decodes_alike
 
 
+def test_a_codec_derived_from_entropy_stays_what_it_is():
+    """A boundary used plain `entropy` in its place."""
+
+    class Derived(entropy.Entropy):
+        pass
+
+    codec = Derived(Derived.Options(bits=1.5, rounding="dither"))
+    paired = codec.paired_with(build(ACTIVATIONS))
+    assert type(paired) is Derived and paired.wants_activation(SPEC) and not codec.wants_activation(SPEC)
+
+
 @pytest.mark.parametrize("theirs, ours", [(False, False), (True, False), (False, True)])
 def test_a_gradient_whose_activation_a_side_does_not_know_arrives_as_without(theirs, ours):
     x, arrived, g, _ = message()
