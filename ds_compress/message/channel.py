@@ -317,8 +317,8 @@ class Boundary:
         elif message_id.training and message.compressed:
             for layer in layers(self.backward.codec, FollowsForward):  # type: ignore[type-abstract]
                 self._activations[message_id.micro_batch] = [
-                    _kept(tensor, packet) if layer.wants_activation(TensorSpec.of(tensor)) else None
-                    for tensor in tensors
+                    _kept(tensor, packet) if codec and layer.wants_activation(spec) else None
+                    for tensor, spec, codec in zip(tensors, message.specs, message.codecs)
                     if tensor.is_floating_point()
                 ]
 

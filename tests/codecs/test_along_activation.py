@@ -193,6 +193,17 @@ def test_each_side_keeps_the_activations_until_their_gradients_cross(forward):
     assert not sender._activations, "of a step that was interrupted"
 
 
+def test_nothing_is_kept_of_tensors_that_are_sent_uncompressed():
+    """A table beside the hidden state was kept for each micro-batch, and copied by its receiver."""
+    config = Config({"backward": {"codec": DITHER}, "tensors": [0]})
+    sender, receiver = Boundary(0, config), Boundary(0, config)
+    message_id = sender.forward.message_id(0, 0)
+    packet, _, layout = sender.forward.encode(torch.randn(2, *SPEC.shape).unbind(), message_id)
+    receiver.forward.decode(packet, layout, message_id)
+    for side in (sender, receiver):
+        assert [tensor is None for tensor in side._activations[0]] == [False, True]
+
+
 @pytest.mark.parametrize("forward", ["none", {"name": "quantize", "bits": 8}])
 def test_a_pipeline_and_simulate_decode_the_same(forward, monkeypatch):
     monkeypatch.setattr(entropy, "ALONG", 1.0)  # for rows of 32 values
