@@ -96,7 +96,8 @@ class Context(MessageId):
     the selection, and tensors of the codec. Discarded after that message, in evaluation at once."""
     activation: Tensor | None = None
     """Backward, for a codec that asks for it (`mixins.FollowsForward`): the tensor of the forward message, as
-    this side has it. The sender of gradients has what it decoded, the receiver what it sent."""
+    this side has it; None if it kept none. The receiver of gradients has the original, their sender what was
+    decoded."""
     memory: MutableMapping[str, Tensor] = field(default_factory=dict)
     """Tensors that outlive the message (a warm-started basis, learned weights). The boundary keeps and
     checkpoints them; its two directions share them. Replace entries, never modify them in place: only

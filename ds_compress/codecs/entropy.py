@@ -41,10 +41,10 @@ eighth the token error of a Llama trained for 300 steps was .11, with .3 it is .
 directions matter, and at its width they take less."""
 
 ALONG_BITS = 16
-"""Bits of the part of a gradient along its activation."""
+"""Bits of the component of a row along its activation."""
 
 ALONG = 1 / 8
-"""Largest share of a packet that these parts take: below a width of 86 at 1.5 bits there are none. At a
+"""Largest share of a packet that these components take: below a width of 86 at 1.5 bits there are none. At a
 width of 128 they take a twelfth, and 1,200 steps of a Llama cost .9 % instead of 1.5 % (docs/evidence.md)."""
 
 
@@ -56,10 +56,11 @@ class Entropy(Codec, FollowsForward):
     as one byte per row; rows of zeros are decoded as zeros. Images, a single row, short rows and messages of
     a few dozen values have no such bytes. The size is constant, the error varies.
 
-    A dithered gradient has the right part along its activation, one number per row. Behind norms a gradient
-    is nearly orthogonal to its activation, while noise is not. In the weights that make an attention sink
-    that noise is multiplied by the length of the sink, 150 times that of other tokens, and the sink
-    of a pretrained model faded in a hundred steps (docs/evidence.md).
+    Of each row of a dithered gradient, the component along the activation of that row is sent as one bf16,
+    and is as exact as both sides know that direction. Behind norms a gradient is nearly orthogonal to its
+    activation, while noise is not, and the noise of the weights that make an attention sink grows with its
+    length, 150 times that of other tokens: the sink of a pretrained model faded in a hundred steps
+    (docs/evidence.md).
     `ds_compress.kernels.entropy.format` draws the packet.
     """
 
@@ -97,8 +98,8 @@ class Entropy(Codec, FollowsForward):
         return paired
 
     def wants_activation(self, spec: TensorSpec) -> bool:
-        """Return whether a part of each row travels apart. Not if the two sides have activations that differ
-        in direction more than the gradients that they exchange."""
+        """Return whether the component of each row along its activation is sent apart. It is not where the
+        forward codec has a larger error than this one: the two sides would mean different directions."""
         rows = self._rows(spec)
         if not rows or self._forward is None or ALONG_BITS * rows > ALONG * self.options.bits * spec.numel:
             return False
@@ -202,7 +203,7 @@ class Entropy(Codec, FollowsForward):
     def error_bound(self, spec: TensorSpec) -> float:
         rest = ROUNDED_BASIS if self._rank(spec) else 1.0  # its largest norm, relative to the message's
         if self.unbiased:  # each value is half a step off at most, however coarse that is
-            along = 2.0 * self.wants_activation(spec)  # if the two activations have nothing in common
+            along = 2.0 * self.wants_activation(spec)  # if the activations of the sides are orthogonal
             return rest * DITHERED_REACH * math.sqrt(spec.numel) + along
         return rest  # values that need more bits than there are become zeros
 

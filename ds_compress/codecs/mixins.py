@@ -95,7 +95,7 @@ class Selects(ABC):
 
 
 class FollowsForward(ABC):
-    """A backward codec that may depend on the forward codec of its boundary, and on the activation."""
+    """A backward codec that may depend on the forward codec of its boundary, and on activations."""
 
     note: str = ""
     """What became of this setting, if the user should know; logged once at start-up."""

@@ -151,7 +151,8 @@ class CodecSettings:
         if isinstance(backward, FollowsForward):
             with errors_at(f"{path}.backward.codec"):
                 paired = backward.paired_with(forward)
-            if paired.decodes_alike or not feedbacks["backward"].has_mirrored_state:
+            # a feedback computes what the other side decodes, which has another activation
+            if paired.decodes_alike or feedbacks["backward"].name == "none":
                 backward = paired
             if isinstance(backward, FollowsForward) and backward.note:
                 self.notes[f"{path}.backward.codec: {backward.note}"] = None

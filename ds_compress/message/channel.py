@@ -310,8 +310,8 @@ class Boundary:
         tensors: Sequence[Tensor],
         packet: Packet | None = None,
     ) -> None:
-        """Keep what the codec of gradients will ask for of a forward message in training; drop it when the
-        gradients have crossed. Tensors in the memory of `packet`, which is used again, are copied."""
+        """Keep the activations that the backward codec needs, by micro-batch, until their gradients have
+        crossed. Tensors in the memory of `packet`, which is used again, are copied."""
         if message_id.direction == "backward":
             self._activations.pop(message_id.micro_batch, None)
         elif message_id.training and message.compressed:
@@ -414,7 +414,7 @@ def evaluated(boundaries: Iterable[Boundary], mode: Mode) -> Iterator[None]:
 
 
 def _kept(tensor: Tensor, packet: Packet | None) -> Tensor:
-    """Return `tensor`, outside the graph and the memory of `packet`."""
+    """Return `tensor` detached; a copy if it is a view of `packet`."""
     memory = tensor.untyped_storage().data_ptr()
     is_view = packet is not None and memory == packet.memory.untyped_storage().data_ptr()
     return tensor.detach().clone() if is_view else tensor.detach()
