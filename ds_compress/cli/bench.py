@@ -194,11 +194,12 @@ def size_and_error(codec: Codec, x: Tensor) -> tuple[float, MessageError]:
 
 def contexts(codec: Codec, x: Tensor) -> tuple[Context, Context]:
     """Return contexts of sender and receiver as in the midst of training: what a codec takes over from an
-    earlier message, a selection or the buffers of the same samples, is there, as if that had been `x`."""
+    earlier message, a selection, an activation or the buffers of the same samples, is there, as if that had
+    been `x`."""
     ids = codec.feedback.sample_ids if isinstance(codec, FeedbackCodec) else None
     count = ids.count([TensorSpec.of(x)]) if ids else 0
     samples = torch.arange(count, dtype=torch.int64, device="cpu") if ids else None
-    sender, receiver = Context(sample_ids=samples), Context(sample_ids=samples)
+    sender, receiver = (Context(sample_ids=samples, activation=x) for _ in range(2))
     for layer in layers(codec, ObservesWarmup):  # type: ignore[type-abstract]
         layer.observe(x, sender)
         layer.observe(x, receiver)
