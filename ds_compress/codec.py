@@ -93,11 +93,8 @@ class Context(MessageId):
     """Set at the sender by feedback aqsgd: which samples of the message just encoded have a buffer."""
     stash: MutableMapping[str, Any] = field(default_factory=dict)
     """Entries that the forward message of a micro-batch leaves, on both sides, for its backward message:
-    the selection, and tensors of the codec. Discarded after that message, in evaluation at once."""
-    activation: Tensor | None = None
-    """Backward, for a codec that asks for it (`mixins.FollowsForward`): the tensor of the forward message, as
-    this side has it; None if it kept none. The receiver of gradients has the original, their sender what was
-    decoded."""
+    the selection, the activation, and tensors of the codec. Discarded after that message, in evaluation at
+    once."""
     memory: MutableMapping[str, Tensor] = field(default_factory=dict)
     """Tensors that outlive the message (a warm-started basis, learned weights). The boundary keeps and
     checkpoints them; its two directions share them. Replace entries, never modify them in place: only
@@ -116,6 +113,13 @@ class Context(MessageId):
     @selection.setter
     def selection(self, selection: Any) -> None:
         self.stash["selection"] = selection
+
+    @property
+    def activation(self) -> Tensor | None:
+        """Return the tensor of the forward message, for a backward codec that asks for it
+        (`mixins.FollowsForward`); None if this side kept none. The receiver of gradients has the original,
+        their sender what was decoded."""
+        return self.stash.get("activation")
 
     def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
         """Return a generator seeded from the fields above: equal on both sides, new for every message."""

@@ -14,7 +14,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -134,26 +133,18 @@ class BoundarySides:
         stashes: tuple[dict[str, Any], dict[str, Any]] = {}, {}
         left, right = zip((self._pair.codecs, self._pair.neighbours), stashes, self._memories)
         arrived = self._send(activation, left, right, {**place, "direction": "forward"})
-        place["direction"] = "backward"
-        return arrived, self._send(gradient, right, left, place, arrived, activation)
+        for stash, own in zip(stashes, (activation, arrived)):
+            stash["activation"] = own
+        return arrived, self._send(gradient, right, left, {**place, "direction": "backward"})
 
-    def _send(
-        self,
-        x: Tensor,
-        source: Any,
-        target: Any,
-        place: dict[str, Any],
-        theirs: Tensor | None = None,
-        ours: Tensor | None = None,
-    ) -> Tensor:
-        """Send `x`, from a side that has the activation `theirs` to one that has `ours`."""
+    def _send(self, x: Tensor, source: Any, target: Any, place: dict[str, Any]) -> Tensor:
         codec, receiving = (side[0][place["direction"] == "backward"] for side in (source, target))
         spec, before = TensorSpec.of(x), x.clone()
         expect = functools.partial(self._pair.expect, spec=spec)
-        sender = Context(**place, activation=theirs, stash=source[1], memory=source[2])
-        receiver = Context(**place, activation=ours, stash=target[1], memory=target[2])
-        with_sender = replace(receiver, stash=dict(target[1]), memory=dict(target[2]))
-        with_out = replace(sender, stash=dict(source[1]), memory=dict(source[2]))
+        sender = Context(**place, stash=source[1], memory=source[2])
+        receiver = Context(**place, stash=target[1], memory=target[2])
+        with_sender = Context(**place, stash=dict(target[1]), memory=dict(target[2]))
+        with_out = Context(**place, stash=dict(source[1]), memory=dict(source[2]))
         generator = torch.get_rng_state()
         values = [(value, value.clone()) for memory in self._memories for value in memory.values()]
 

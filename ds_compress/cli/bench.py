@@ -199,7 +199,7 @@ def contexts(codec: Codec, x: Tensor) -> tuple[Context, Context]:
     ids = codec.feedback.sample_ids if isinstance(codec, FeedbackCodec) else None
     count = ids.count([TensorSpec.of(x)]) if ids else 0
     samples = torch.arange(count, dtype=torch.int64, device="cpu") if ids else None
-    sender, receiver = (Context(sample_ids=samples, activation=x) for _ in range(2))
+    sender, receiver = (Context(sample_ids=samples, stash={"activation": x}) for _ in range(2))
     for layer in layers(codec, ObservesWarmup):  # type: ignore[type-abstract]
         layer.observe(x, sender)
         layer.observe(x, receiver)

@@ -115,12 +115,13 @@ class Channel:
             if not message.compressed and message_id.training:
                 self._observe(tensors, message, message_id)
             for tensor, (codec, place, position, _) in zip(tensors, message.tensor_plans):
+                tensor = tensor.detach() if tensor.requires_grad else tensor
                 if codec is None:
-                    self.boundary.pass_by(message_id, position)
+                    self.boundary.pass_by(message_id, position, tensor)
                     fill(views[place], (tensor,))
                     continue
                 ctx = self.boundary.context(message_id, position)
-                tensor = tensor.detach() if tensor.requires_grad else tensor
+                ctx.stash.update(self.boundary.left_by(message_id, tensor))
                 out = views[place]
                 parts = codec.encode_into(tensor, ctx, out)
                 if parts is not out:  # some may be made elsewhere, and some go into the extra packet
@@ -129,7 +130,6 @@ class Channel:
                 known += ctx.known
             if message.ids:
                 fill(views[-1:], (self.boundary.sample_ids[message_id.micro_batch],))
-            self.boundary.keep_activations(message_id, message, tensors)
             layout.write_header(packet, message_id)
             encoded = Encoded(packet, self._extra_packet(extra, message_id) if extra else None, message)
         self.sent.add(encoded, known)
@@ -167,16 +167,17 @@ class Channel:
             arrived = []
             for own, (codec, _, position, spec) in zip(parts, message.tensor_plans):
                 if codec is None:
-                    self.boundary.pass_by(message_id, position)
+                    self.boundary.pass_by(message_id, position, own[0], packet)
                     arrived.append(own[0].detach())  # the next packet of this memory has the same views
                     continue
+                ctx = self.boundary.context(message_id, position)
                 try:
-                    tensor = codec.decode(own, spec, self.boundary.context(message_id, position))
+                    tensor = codec.decode(own, spec, ctx)
                 except Exception as error:
                     explain(error, codec, self.place, message_id)
                     raise
+                ctx.stash.update(self.boundary.left_by(message_id, tensor, packet))
                 arrived.append(tensor.detach() if id(tensor) in map(id, own) else tensor)
-        self.boundary.keep_activations(message_id, message, arrived, packet)
         return arrived
 
     def _observe(self, tensors: Sequence[Tensor], message: MessageLayout, message_id: MessageId) -> None:
@@ -246,7 +247,6 @@ class Boundary:
         not known. Equal on both sides."""
         self._dependences: dict[int, tuple[bool, ...] | None] = {}  # of the present step, by micro-batch
         self._stashes: dict[tuple[int, int], dict[str, Tensor]] = {}
-        self._activations: dict[int, list[Tensor | None]] = {}  # of the present step, by micro-batch
         codecs: BoundaryCodecs = config.in_force.codecs(number)
         self.forward = Channel(self, "forward", codecs.forward)
         self.backward = Channel(self, "backward", codecs.backward)
@@ -258,7 +258,6 @@ class Boundary:
     def begin_step(self, loss_scale: float = 1.0) -> None:
         """Forget what an interrupted step left; `loss_scale`: of the gradients until the next one."""
         self._stashes.clear()
-        self._activations.clear()
         self._dependences.clear()
         self.loss_scale = loss_scale
 
@@ -286,7 +285,6 @@ class Boundary:
             stash = self._stashes[key] = {}
         else:
             stash = self._stashes.pop(key, {})
-        activations = () if forward else self._activations.get(message_id.micro_batch, ())
         return Context(  # by name: ** would make a dict of all of them
             boundary=message_id.boundary,
             direction=message_id.direction,
@@ -299,33 +297,37 @@ class Boundary:
             loss_scale=1.0 if forward else self.loss_scale,
             sample_ids=self.sample_ids.get(message_id.micro_batch) if forward else None,
             stash=stash,
-            activation=activations[position] if position < len(activations) else None,
             memory=memory,
         )
 
-    def keep_activations(
-        self,
-        message_id: MessageId,
-        message: MessageLayout,
-        tensors: Sequence[Tensor],
-        packet: Packet | None = None,
-    ) -> None:
-        """Keep the activations that the backward codec needs, by micro-batch, until their gradients have
-        crossed. Tensors in the memory of `packet`, which is used again, are copied."""
-        if message_id.direction == "backward":
-            self._activations.pop(message_id.micro_batch, None)
-        elif message_id.training and message.compressed:
-            for layer in layers(self.backward.codec, FollowsForward):  # type: ignore[type-abstract]
-                self._activations[message_id.micro_batch] = [
-                    _kept(tensor, packet) if codec and layer.wants_activation(spec) else None
-                    for tensor, spec, codec in zip(tensors, message.specs, message.codecs)
-                    if tensor.is_floating_point()
-                ]
+    def left_by(
+        self, message_id: MessageId, tensor: Tensor, packet: Packet | None = None
+    ) -> dict[str, Tensor]:
+        """Return what `tensor` leaves in its stash for the backward message: itself, if that codec needs it,
+        and a copy if it lies in the memory of `packet`, which is used again."""
+        if not message_id.training or message_id.direction == "backward":
+            return {}
+        spec = TensorSpec.of(tensor)
+        if not any(layer.wants_activation(spec) for layer in layers(self.backward.codec, FollowsForward)):  # type: ignore[type-abstract]
+            return {}
+        memory = tensor.untyped_storage().data_ptr()
+        is_view = packet is not None and memory == packet.memory.untyped_storage().data_ptr()
+        return {"activation": tensor.detach().clone() if is_view else tensor.detach()}
 
-    def pass_by(self, message_id: MessageId, position: int) -> None:
-        """Drop what the forward message kept for the gradient at `position`, which is sent uncompressed."""
-        if message_id.training and message_id.direction == "backward":
-            self._stashes.pop((message_id.micro_batch, position), None)
+    def pass_by(
+        self, message_id: MessageId, position: int, tensor: Tensor, packet: Packet | None = None
+    ) -> None:
+        """Do with stashes what `context` does, for a tensor that is sent uncompressed.
+
+        Args:
+            position: -1 in a message without codecs, and of tensors that are exempt.
+            packet: see `left_by`.
+        """
+        key = message_id.micro_batch, position
+        if message_id.training:
+            self._stashes.pop(key, None)
+            if left := self.left_by(message_id, tensor, packet) if position >= 0 else {}:
+                self._stashes[key] = left
 
     def drop(self, direction: str, old: Codec, new: Codec) -> None:
         """Delete the state of codec `old` in `direction` that codec `new` cannot use.
@@ -351,7 +353,6 @@ class Boundary:
         other.memory = {position: dict(memory) for position, memory in self.memory.items()}
         other.sample_ids = dict(self.sample_ids)
         other._stashes = {key: dict(stash) for key, stash in self._stashes.items()}
-        other._activations = dict(self._activations)
         return other
 
     def adopt(self) -> None:
@@ -411,13 +412,6 @@ def evaluated(boundaries: Iterable[Boundary], mode: Mode) -> Iterator[None]:
     finally:
         for boundary, own in before:
             boundary.evaluation = own
-
-
-def _kept(tensor: Tensor, packet: Packet | None) -> Tensor:
-    """Return `tensor` detached; a copy if it is a view of `packet`."""
-    memory = tensor.untyped_storage().data_ptr()
-    is_view = packet is not None and memory == packet.memory.untyped_storage().data_ptr()
-    return tensor.detach().clone() if is_view else tensor.detach()
 
 
 def _inner(codec: Codec) -> Codec:

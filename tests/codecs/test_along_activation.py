@@ -49,8 +49,8 @@ def message(dtype=torch.float32, seed=0):
 def errors_along(codec, dtype=torch.float32):
     """The errors of decoded rows along their activations, and as a whole."""
     x, arrived, g, units = message(dtype)
-    parts = codec.encode(g, Context(direction="backward", activation=arrived))
-    y = codec.decode(parts, TensorSpec.of(g), Context(direction="backward", activation=x))
+    parts = codec.encode(g, Context(direction="backward", stash={"activation": arrived}))
+    y = codec.decode(parts, TensorSpec.of(g), Context(direction="backward", stash={"activation": x}))
     error = y.float() - g.float()
     return (error * units).sum(-1).abs(), error.norm(dim=-1)
 
@@ -114,8 +114,8 @@ def test_a_codec_derived_from_entropy_stays_what_it_is():
 def test_a_gradient_whose_activation_a_side_does_not_know_arrives_as_without(theirs, ours):
     x, arrived, g, _ = message()
     codec, place = backward(), {"direction": "backward"}
-    parts = codec.encode(g, Context(**place, activation=arrived if theirs else None))
-    y = codec.decode(parts, SPEC, Context(**place, activation=x if ours else None))
+    parts = codec.encode(g, Context(**place, stash={"activation": arrived if theirs else None}))
+    y = codec.decode(parts, SPEC, Context(**place, stash={"activation": x if ours else None}))
     plain = build(DITHER)
     usual = plain.decode(plain.encode(g, Context()), SPEC, Context())
     assert (y - g).norm() < 1.05 * (usual - g).norm()
@@ -123,7 +123,10 @@ def test_a_gradient_whose_activation_a_side_does_not_know_arrives_as_without(the
 
 def test_a_part_beyond_the_range_of_fp32_leaves_its_row_as_it_is():
     """A gradient of 1e37 everywhere became inf."""
-    g, ctx = torch.full(SPEC.shape, 1e37), Context(direction="backward", activation=torch.ones(SPEC.shape))
+    g, ctx = (
+        torch.full(SPEC.shape, 1e37),
+        Context(direction="backward", stash={"activation": torch.ones(SPEC.shape)}),
+    )
     for backend in (cpu, reference):
         with using(backend):
             codec = backward()
@@ -131,7 +134,7 @@ def test_a_part_beyond_the_range_of_fp32_leaves_its_row_as_it_is():
 
 
 def test_an_activation_of_another_shape_is_refused():
-    ctx = Context(2, "backward", activation=torch.zeros(2, 128, 64))
+    ctx = Context(2, "backward", stash={"activation": torch.zeros(2, 128, 64)})
     line = refusal(backward().encode, torch.zeros(SPEC.shape), ctx)
     assert line.startswith("entropy at boundary 2, backward: a gradient of float32 [2, 128, 576] came for an")
     assert "activation of float32 [2, 128, 64]" in line
@@ -176,9 +179,9 @@ def test_each_side_keeps_the_activations_until_their_gradients_cross(forward):
         receiver.forward.decode(packets[-1], receiver.forward.layout_of(layout.specs, message_id), message_id)
         memory.fill_(0xAB)
     receiver.forward.encode((number, x), receiver.forward.message_id(0, 0, training=False))
-    assert [[*side._activations] for side in sides] == [[0, 1], [0, 1]]
-    assert sender._activations[1][0].data_ptr() == x.data_ptr(), "no copy"
-    assert (receiver._activations[0][0] - x).norm() < 0.1 * x.norm()
+    assert [[*side._stashes] for side in sides] == [[(0, 0), (1, 0)]] * 2
+    assert sender._stashes[1, 0]["activation"].data_ptr() == x.data_ptr(), "no copy"
+    assert (receiver._stashes[0, 0]["activation"] - x).norm() < 0.1 * x.norm()
     g = torch.randn(SPEC.shape)
     for micro_batch in range(2):
         message_id = receiver.backward.message_id(0, micro_batch)
@@ -188,10 +191,10 @@ def test_each_side_keeps_the_activations_until_their_gradients_cross(forward):
         )
         units = torch.nn.functional.normalize(x, dim=-1)
         assert ((arrived - g) * units).sum(-1).abs().mean() < 0.1
-    assert not sender._activations and not receiver._activations
+    assert not sender._stashes and not receiver._stashes
     sender.forward.encode((number, x), sender.forward.message_id(0, 0))
     sender.begin_step()
-    assert not sender._activations, "of a step that was interrupted"
+    assert not sender._stashes, "of a step that was interrupted"
 
 
 def test_nothing_is_kept_of_tensors_that_are_sent_uncompressed():
@@ -202,7 +205,7 @@ def test_nothing_is_kept_of_tensors_that_are_sent_uncompressed():
     packet, _, layout = sender.forward.encode(torch.randn(2, *SPEC.shape).unbind(), message_id)
     receiver.forward.decode(packet, layout, message_id)
     for side in (sender, receiver):
-        assert [tensor is None for tensor in side._activations[0]] == [False, True]
+        assert [*side._stashes] == [(0, 0)] and "activation" in side._stashes[0, 0]
 
 
 @pytest.mark.parametrize("forward", ["none", {"name": "quantize", "bits": 8}])

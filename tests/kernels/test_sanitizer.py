@@ -98,7 +98,7 @@ def messages() -> int:
         x.view(-1)[::5] = [0, torch.inf, torch.nan, 1e-40, 1][count % 5]
         if isinstance(codec, Entropy):
             codec = codec.paired_with(build("none"))
-        ctx = Context(activation=torch.randn(shape).to(dtype))
+        ctx = Context(stash={"activation": torch.randn(shape).to(dtype)})
         parts = codec.encode(x, ctx)
         codec.decode(parts, TensorSpec.of(x), ctx)
         residual = torch.zeros_like(x, dtype=torch.promote_types(dtype, torch.float32))
