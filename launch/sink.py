@@ -3,9 +3,9 @@
     python launch/sink.py --data FOLDER [--steps 100] [--seed 1] [--draws 1234] [--without]
 
 LoRA as in preset `real` of launch/reproduce.py, compressed as by `balanced` after three steps. Each line has
-a step, its loss, the least length that the first token of a sample has behind the second stage, and the
-largest norm of a stage's gradients. `--without` leaves out the parts of gradients along activations; with
-another `--draws` their noise is another.
+a step, its loss, the least length that the first token of a sample has behind the second stage, the median
+length of the others there, and the largest norm of a stage's gradients. `--without` leaves out the components
+of gradients along activations; with another `--draws` their noise is another.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1, help="of batches and adapters")
     parser.add_argument("--draws", type=int, default=1234, help='"seed" of the ds_compress block')
-    parser.add_argument("--without", action="store_true", help="without parts along activations")
+    parser.add_argument("--without", action="store_true", help="without components along activations")
     args = parser.parse_args()
     if args.without:
         entropy.ALONG = 0.0
@@ -40,14 +40,14 @@ def main() -> None:
     config = {"ds_compress": {**balanced, "warmup_steps": 3, "seed": args.draws}}
     task = task_of("real", "smollm2-lora", args.data, args.data)
     stages = nn.Sequential(*task.stages(args.seed))
-    model = simulate(stages, config, range(1, STAGES), task.steps_per_epoch, replica=0)
-    lengths = torch.zeros(0)
+    model = simulate(stages, config, range(1, STAGES), task.steps_per_epoch)
+    lengths = torch.zeros(0, 0)  # of tokens, [samples, tokens]
 
     def measure(boundary: SimulatedBoundary, inputs: tuple[torch.Tensor, ...]) -> None:
         nonlocal lengths
-        lengths = inputs[0].detach()[:, 0].norm(dim=-1)
+        lengths = inputs[0].detach().norm(dim=-1)
 
-    [*boundaries] = (layer for layer in model if isinstance(layer, SimulatedBoundary))
+    boundaries = [layer for layer in model if isinstance(layer, SimulatedBoundary)]
     boundaries[1].register_forward_pre_hook(measure)
     step, number = training.step, 0
 
@@ -56,7 +56,8 @@ def main() -> None:
         loss, number = step(*given), number + 1  # type: ignore[arg-type]
         gradients = [[p.grad.norm() for p in stage.parameters() if p.grad is not None] for stage in model]
         norm = max(float(torch.stack(own).norm()) for own in gradients if own)
-        print(f"{number:4} {loss:.4f} {lengths.min():9.0f} {norm:7.2f}", flush=True)
+        first, others = lengths[:, 0].min(), lengths[:, 1:].median()
+        print(f"{number:4} {loss:.4f} {first:9.0f} {others:7.0f} {norm:7.2f}", flush=True)
         return loss
 
     training.step = measured_step  # type: ignore[assignment]

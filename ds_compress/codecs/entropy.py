@@ -89,21 +89,25 @@ class Entropy(Codec, FollowsForward):
     def __init__(self, options: CodecOptions | None = None):
         super().__init__(options)
         self._forward: Codec | None = None  # the codec of activations, if this one is for their gradients
+        self._wants: dict[TensorSpec, bool] = {}  # found by `wants_activation`, which each message calls
 
     def paired_with(self, forward: Codec) -> Codec:
         if not self.unbiased:
             return self
         paired = copy.copy(self)
-        paired._forward = list(layers(forward, Codec))[-1]  # type: ignore[type-abstract]
+        paired._forward, paired._wants = list(layers(forward, Codec))[-1], {}  # type: ignore[type-abstract]
         return paired
 
     def wants_activation(self, spec: TensorSpec) -> bool:
         """Return whether the component of each row along its activation is sent apart. It is not where the
         forward codec has a larger error than this one: the two sides would mean different directions."""
-        rows = self._rows(spec)
-        if not rows or self._forward is None or ALONG_BITS * rows > ALONG * self.options.bits * spec.numel:
+        if self._forward is None:
             return False
-        return self._forward.gaussian_error_bound(spec) < _dither_error(self.options.bits)
+        if spec not in self._wants:
+            rows, most = self._rows(spec), ALONG * self.options.bits * spec.numel
+            is_known = self._forward.gaussian_error_bound(spec) < _dither_error(self.options.bits)
+            self._wants[spec] = 0 < ALONG_BITS * rows <= most and is_known
+        return self._wants[spec]
 
     def layout(self, spec: TensorSpec) -> Layout:
         words, rows = self._frame(spec).words if spec.numel else 0, self._rows(spec)
@@ -122,10 +126,11 @@ class Entropy(Codec, FollowsForward):
             return (backend.encode_entropy(values.reshape(-1), frame, dither),)
         values, others = values.reshape(rows, -1), tuple[Tensor, ...]()
         if self.wants_activation(spec):
-            activation = self._activation(spec, ctx)
-            unknown = torch.full((rows,), torch.nan, dtype=torch.float32, device=x.device)
-            along = unknown if activation is None else backend.project(values, activation)
-            others = (along.to(torch.bfloat16),)
+            if (activation := self._activation(spec, ctx)) is None:
+                along = torch.full((rows,), torch.nan, dtype=torch.bfloat16, device=x.device)
+            else:
+                along = backend.project(values, activation).to(torch.bfloat16)
+            others = (along,)
         if rank := self._rank(spec):
             values, factors = subtract_directions(values, rank)
             others += factors

@@ -307,8 +307,8 @@ class Boundary:
         and a copy if it lies in the memory of `packet`, which is used again."""
         if not message_id.training or message_id.direction == "backward":
             return {}
-        spec = TensorSpec.of(tensor)
-        if not any(layer.wants_activation(spec) for layer in layers(self.backward.codec, FollowsForward)):  # type: ignore[type-abstract]
+        followers = layers(self.backward.codec, FollowsForward)  # type: ignore[type-abstract]
+        if not any(each.wants_activation(TensorSpec.of(tensor)) for each in followers):
             return {}
         memory = tensor.untyped_storage().data_ptr()
         is_view = packet is not None and memory == packet.memory.untyped_storage().data_ptr()

@@ -123,10 +123,8 @@ def test_a_gradient_whose_activation_a_side_does_not_know_arrives_as_without(the
 
 def test_a_part_beyond_the_range_of_fp32_leaves_its_row_as_it_is():
     """A gradient of 1e37 everywhere became inf."""
-    g, ctx = (
-        torch.full(SPEC.shape, 1e37),
-        Context(direction="backward", stash={"activation": torch.ones(SPEC.shape)}),
-    )
+    g = torch.full(SPEC.shape, 1e37)
+    ctx = Context(direction="backward", stash={"activation": torch.ones(SPEC.shape)})
     for backend in (cpu, reference):
         with using(backend):
             codec = backward()
