@@ -4,6 +4,9 @@ from typing import Any
 
 PREFIX = "ds_compress/outer/"
 
+ABSENT = "\0absent"
+"""What no key has."""
+
 
 class Keys:
     """Keys below `PREFIX` of a store."""
@@ -15,11 +18,10 @@ class Keys:
         """
         self._store = store
 
-    def _has(self, key: str) -> bool:
-        return self._store.check([f"{PREFIX}{key}"])
-
     def _read_bytes(self, key: str) -> bytes | None:
-        return self._store.get(f"{PREFIX}{key}") if self._has(key) else None
+        """Return what a key has, None if it is absent; `get` waits for a key that was deleted after a look."""
+        found: bytes = self._store.compare_set(f"{PREFIX}{key}", ABSENT, ABSENT)  # changes nothing
+        return None if found == ABSENT.encode() else found
 
     def _read(self, key: str) -> str | None:
         found = self._read_bytes(key)
@@ -45,4 +47,4 @@ class Keys:
 
     def await_answer(self) -> None:
         """Wait until the store has all that was sent over this connection."""
-        self._has("head")
+        self._read_bytes("head")

@@ -363,9 +363,9 @@ def silent(launch, config):
     engine.ds_compress.begin_step()
     connection = outer._worker._stores[-1]
     answers = threading.Event()
-    late = wrapped(connection._store.check, before=lambda *_: answers.wait())
-    others = {"get": connection._store.get, "set": lambda *_: None, "add": None, "append": None}
-    connection._store = SimpleNamespace(check=late, **others)
+    late = wrapped(connection._store.compare_set, before=lambda *_: answers.wait())
+    others = {"set": lambda *_: None, "add": None, "append": None}
+    connection._store = SimpleNamespace(compare_set=late, **others)
     board.CHUNK, traffic.ANSWER_S = 64, 0.1
     go_on(engine, data, 8)
     return outer._is_late, outer.sent.messages

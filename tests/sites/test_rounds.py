@@ -756,7 +756,7 @@ def test_rounds_of_too_few_leave_the_anchor_and_keep_no_more_for_a_newcomer(stor
     assert launch.position.round == 2 * KEPT_ROUNDS
     assert not [key for key in store.list_keys() if key.startswith(f"{PREFIX}0/")]
     own = launch.slots[0]._launch
-    assert not own._has("sent/1") and own.exchange(launch.exchanges) == launch.position.round - 1
+    assert own._read("sent/1") is None and own.exchange(launch.exchanges) == launch.position.round - 1
     assert own.exchange(1) is own.checked(1, 0) is None, "what slots said of rounds before"
 
 
@@ -872,6 +872,20 @@ def test_one_that_was_stopped_in_a_round_of_long_ago_leaves_at_once(store, where
     for slot in stopped.slots:
         slot.idle()  # as its thread does until training looks at the result
     assert not [key for key in store.list_keys() if key.startswith(f"{PREFIX}1/")]
+
+
+def test_who_reads_a_key_that_another_replica_deletes_goes_on(store):
+    """It had looked whether the key is there, and `get` then waited five minutes for one that was gone."""
+    reader, other = Board(client_of(store)), Board(client_of(store))
+    reader._store.set_timeout(timedelta(seconds=20))
+    with ThreadPoolExecutor(1) as pool:
+        for number in range(100):
+            other.come(number, 1)
+            deleted = pool.submit(other._delete, f"{number}/came")
+            while reader.came(number):
+                pass
+            assert deleted.result(PATIENCE)
+    assert reader.candidates(0) is None and not store.list_keys(), "a look writes nothing"
 
 
 def test_a_packet_under_way_as_another_slot_deletes_the_round_is_deleted(store):
