@@ -215,6 +215,14 @@ def _may_lose(key: str, spec: TensorSpec) -> bool:
     return is_kept and spec.dtype in INEXACT and spec.numel >= SMALLEST
 
 
+def save_readable(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Save a safetensors file that those may read who may read other new files, not its owner alone."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata)
+    path.chmod(mode)
+
+
 def write(path: Path, tensors: Mapping[str, Tensor], codec: Codec, **metadata: Any) -> None:
     """Write a file, complete or not at all.
 
@@ -247,10 +255,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], codec: Codec, **metadata: A
     text = json.dumps(complete.model_dump(mode="json", by_alias=True, exclude=unused))
     part = path.with_suffix(".part")
     try:
-        part.touch()
-        mode = part.stat().st_mode  # of a new file: safetensors makes one that its owner alone may read
-        save_file(entries, part, {"state": text, "hash": _hash_of_text(text)})
-        part.chmod(mode)
+        save_readable(entries, part, {"state": text, "hash": _hash_of_text(text)})
         part.rename(path)
     finally:
         part.unlink(missing_ok=True)

@@ -200,9 +200,9 @@ def _load(settings: Settings, source: str, tokenizer: Any) -> tuple[Rows, list[n
         for cache, array in zip(caches, made):
             with failures_at(f"{NAME}.out: {cache} cannot be written"):
                 cache.parent.mkdir(parents=True, exist_ok=True)
-                with tempfile.NamedTemporaryFile(dir=cache.parent, delete=False) as file:
-                    np.save(file, array)
-                Path(file.name).rename(cache)
+                with tempfile.TemporaryDirectory(dir=cache.parent) as own:
+                    np.save(part := Path(own, cache.name), array)
+                    part.rename(cache)
     with failures_at(f"{NAME}.out: {caches[0].parent}: damaged, remove this folder"):
         tokens, bounds = (np.load(cache, mmap_mode="r") for cache in caches)
     counts = np.searchsorted(np.sort(np.diff(bounds)), settings.lengths, side="right")

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
 
+from ds_compress.checkpoint.file import save_readable
 from ds_compress.errors import CompressionError, errors_at, failures_at
 from ds_compress.hf.documents import list_texts
 from ds_compress.hf.model import LoadedPart, load_config, make_layer_specs
@@ -62,14 +62,14 @@ def merge(run: Path, to: Path, which: str = LATEST) -> None:
         adapters |= adapter_tensors(part)
         if tensors := merged_tensors(part, written):
             with failures_at(writing):
-                save_file(tensors, to / PART.format(len(shards)), metadata=FORMAT)
+                save_readable(tensors, to / PART.format(len(shards)), FORMAT)
             shards.append({name: tensor.nbytes for name, tensor in tensors.items()})
     with failures_at(writing):
         _name_shards(shards, to)
         _copy_configs(settings, to)
         if lora:
             lora.save_pretrained(str(to / ADAPTER))
-            save_file(adapters, to / ADAPTER / "adapter_model.safetensors", metadata=FORMAT)
+            save_readable(adapters, to / ADAPTER / "adapter_model.safetensors", FORMAT)
 
 
 def _name_shards(shards: list[dict[str, int]], to: Path) -> None:

@@ -19,7 +19,7 @@ class Keys:
         self._store = store
 
     def _read_bytes(self, key: str) -> bytes | None:
-        """Return what a key has, None if it is absent; `get` waits for a key that was deleted after a look."""
+        """Return what a key has, None if it is absent; `get` waits for one that was deleted after a look."""
         found: bytes = self._store.compare_set(f"{PREFIX}{key}", ABSENT, ABSENT)  # changes nothing
         return None if found == ABSENT.encode() else found
 

@@ -15,6 +15,7 @@ from ds_compress.cli.reference import reference
 from ds_compress.codec import TensorSpec, build, names
 from ds_compress.config import DIRECTIONS
 from ds_compress.feedback import FEEDBACKS
+from tests.support.calls import wrapped
 
 FOUR_BITS = {"name": "quantize", "bits": 4}
 BLOCK = {"forward": {"codec": FOUR_BITS}, "backward": {"codec": "bf16"}}
@@ -221,8 +222,9 @@ def test_bench_json(tmp_path, capsys):
 
 def test_bench_measures_a_gradient_beside_its_activation(monkeypatch):
     """It measured the codec alone, without the components along activations: a quarter too fast."""
-    measured, size_and_error = [], bench.size_and_error
-    monkeypatch.setattr(bench, "size_and_error", lambda *asked: measured.append(asked) or size_and_error(*asked))
+    measured = []
+    seen = wrapped(bench.size_and_error, before=lambda *asked: measured.append(asked))
+    monkeypatch.setattr(bench, "size_and_error", seen)
     monkeypatch.setattr(bench, "SECONDS", 0.01)
     codec = build({"name": "entropy", "bits": 1.5, "rounding": "dither"})
     bench.measure(codec, bench.benchmark_tensor((64, 128), torch.float32, torch.device("cpu")))

@@ -88,6 +88,16 @@ def merge_with_limit(out, size):
         allow_files_up_to(resource.RLIM_INFINITY)
 
 
+def test_all_files_have_the_mode_of_new_files(out):
+    """Weights of a merged model, and the tokens of a run, could be read by their owner alone."""
+    merge(out, merged := out.parent / "merged")
+    other = out.parent / "other"
+    other.touch()
+    tokens, weights = list(out.glob("data/*")), list(merged.rglob("*.safetensors"))
+    assert {file.parent.name for file in weights} == {"merged", "adapter"} and len(tokens) == 2
+    assert {file.stat().st_mode for file in (*tokens, *weights)} == {other.stat().st_mode}
+
+
 def test_a_tokenizer_beside_another_model(tmp_path):
     """The merged model had the config.json of that model, which lay beside the tokenizer."""
     settings = read_settings(prepare(tmp_path, tokenizer=str(tmp_path / "other")))
