@@ -40,6 +40,7 @@ class Config:
         self.quality = self.block.quality  # the error budget if recipe "auto" chooses the settings, else None
         self.adopted: dict[str, Any] = {}
         """Settings in force beside the written block, as "boundaries" of a block."""
+        self.gave_up = False  # whether recipe "auto" has found that it cannot choose
 
         self._steps_per_epoch: int | None = None
         self.in_force = CodecSettings(self.block)
@@ -57,6 +58,12 @@ class Config:
         unused = unused_options(self.in_force, self.policy, block)
         notes = (*self.in_force.notes, *unused, *feedback_notes(self.in_force), *between)
         self.notes = dict.fromkeys(notes)  # lines for the user, in order, each once
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether recipe "auto" is still to choose settings; checkpoints after its choice contain
+        them. All that is sent is exact until then."""
+        return self.quality is not None and not self.gave_up and not self.adopted
 
     @property
     def written(self) -> dict[str, Any]:

@@ -79,6 +79,11 @@ class TiedTraffic(GradientTraffic):
     def warmup_steps(self) -> int:
         return self._config.warmup_steps
 
+    @property
+    def is_warm(self) -> bool:
+        """Return whether the warm-up is over, and recipe "auto" has chosen."""
+        return super().is_warm and not self._config.is_open
+
     def all_reduce(self) -> bool:
         """Replace the gradients of all tied weights by their sums; return False if that is left to
         DeepSpeed."""

@@ -107,16 +107,10 @@ class AutoController(DepthController):
         self._quality = config.quality
         self._candidates = candidates_for(config.quality)
         self._messages: Messages = {}
-        self._given_up = False
         self._tries = 1
 
-    @property
-    def _is_open(self) -> bool:
-        """Return whether settings are still to be chosen; later checkpoints contain them."""
-        return not self._given_up and not self._config.adopted
-
     def _measures(self, engine: Engine, pipe_schedule: Any) -> bool:
-        if not self._is_open:
+        if not self._config.is_open:
             return super()._measures(engine, pipe_schedule)
         if engine.num_stages == 1:
             self._give_up(engine, "a pipeline of one stage sends none")
@@ -127,25 +121,25 @@ class AutoController(DepthController):
         return False
 
     def _give_up(self, engine: Engine, why: str) -> None:
-        self._given_up = True
+        self._config.gave_up = True
         if engine.global_rank == 0:
             print(f"ds_compress: recipe auto: messages stay uncompressed: {why}", flush=True)
 
     def _last_measured(self, engine: Engine) -> int:
         usual = super()._last_measured(engine)
-        if not self._is_open:
+        if not self._config.is_open:
             return usual
         # A resumed run chooses when it would have anyway, but not by its first batch
         least = MEASURED[0] if self._tries == 1 else usual
         return max(least, max(usual, self._config.warmup_steps) - engine.global_steps)
 
     def _watching(self, engine: Engine, stage: StageView) -> AbstractContextManager[None]:
-        copies = self._is_open and self._batches == self._last
+        copies = self._config.is_open and self._batches == self._last
         copier = MessageCopies(self._messages)
         return observing([(end, copier) for end in stage.ends if copies])
 
     def _choose(self, engine: Engine, stage: StageView, row: Row) -> Change | None:
-        if not self._is_open:
+        if not self._config.is_open:
             return super()._choose(engine, stage, row)
         clock = clock_for(engine.device)
         row |= evaluate_candidates(stage, self._candidates, self._messages, clock, engine.global_steps)

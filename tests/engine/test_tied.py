@@ -117,6 +117,16 @@ def test_none_is_deepspeeds_all_reduce(kind, specs, replicas):
         assert [each["losses"] for each in ours] == [each["losses"] for each in stock]
 
 
+def test_recipe_auto_leaves_them_exact_until_its_choice():
+    """They were compressed from the first step on, so that steps before the choice were not DeepSpeed's, and
+    the block that auto prints, whose warm-up ends with the choice, trained another model."""
+    stock, auto, pasted = (
+        [each["digests"] for each in run("ends", ds_config(block), steps=4)]
+        for block in (None, {"recipe": "auto", "quality": "lossless", **TIED}, {**TIED, "warmup_steps": 3})
+    )
+    assert auto == pasted and all(each[:3] == own[:3] for each, own in zip(auto, stock)) and auto != stock
+
+
 @pytest.mark.parametrize("kind, specs, replicas", CASES)
 @pytest.mark.extended(keep=2)
 def test_copies_stay_equal_and_learn_the_same(kind, specs, replicas):
