@@ -76,8 +76,7 @@ def summary(
     channels: Channels,
     first: int,
     step: int,
-    waited: list[float],
-    seconds: float,
+    waited: Sequence[tuple[float, float]],
     gradients: Mapping[str, Sequence[Mapping[str, float]]],
     exchanged: Mapping[str, str],
 ) -> str:
@@ -85,8 +84,7 @@ def summary(
 
     Args:
         first: step that training began, or was resumed, with.
-        waited: shares of the measured steps in which a stage waited.
-        seconds: of training.
+        waited: of each measured step, how long a stage waited: share, and seconds.
         gradients: bytes of those that are exchanged, by kind and stage.
         exchanged: as `gradients` of `announcement`.
     """
@@ -101,8 +99,9 @@ def summary(
     if first > 1:
         line += f", from step {first} on"
     if waited and sent:
-        share = sum(waited) / len(waited)
-        line += f"; a stage waited {share:.0%} of a step for messages, about {share * seconds:,.1f} s"
+        share, seconds = (sum(each) / len(waited) for each in zip(*waited))
+        seconds *= step - first + 1
+        line += f"; a stage waited {share:.0%} of a step for messages, about {seconds:,.1f} s"
     return line
 
 

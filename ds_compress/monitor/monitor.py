@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -81,8 +80,7 @@ class Monitor(RuntimePart):
         self._last: tuple[metrics.Channels, metrics.Channels] = [], []
         self._written: metrics.Channels = []
         self._first = self._steps = 0  # number of the first step of this run, and of the last reduced one
-        self._started = self._ended = 0.0  # start and end of training, in seconds
-        self._waited: list[float] = []  # fraction of each written step spent waiting
+        self._waited: list[tuple[float, float]] = []  # share and seconds of each written step spent waiting
 
     def follow(self) -> None:
         """Report codecs again after the config has changed: message sizes and limit warnings."""
@@ -93,7 +91,7 @@ class Monitor(RuntimePart):
     def begin_step(self, step: Step) -> None:
         """Prepare to measure a training step, if it is due."""
         sinks, judged = step.engine.monitor, step.is_judged
-        self._started, self._first = self._started or time.perf_counter(), self._first or step.number
+        self._first = self._first or step.number
         every = self.config.block.monitor.every
         counted = every > 0 and step.number % every == 0
         summed = counted or judged or lines.is_early(step.number - self._first + 1, every)
@@ -160,7 +158,7 @@ class Monitor(RuntimePart):
                     record_settings(KEY, self.config.settings)
                     for note in lines.size_notes(self.config, channels):
                         logger.warning(note)
-                self._gathered, self._steps, self._ended = channels, step.number, time.perf_counter()
+                self._gathered, self._steps = channels, step.number
                 self._gradients = self._table.gradients
                 if self._is_measured:
                     self._warn()
@@ -285,8 +283,7 @@ class Monitor(RuntimePart):
         """Return a one-line summary of the training so far; empty if nothing was gathered."""
         if not self._steps or not self.config.block.monitor.every:
             return ""
-        seconds = self._ended - self._started
-        sent = self._gathered, self._first, self._steps, self._waited, seconds, self._gradients
+        sent = self._gathered, self._first, self._steps, self._waited, self._gradients
         return lines.summary(*sent, self._exchanged)
 
     def close(self) -> None:
@@ -307,7 +304,8 @@ class Monitor(RuntimePart):
         ]
         events += self._gradient_events(samples)
         stages = [metrics.stage_ms(channels, stage) for stage in range(self.boundaries + 1)]
-        self._waited.append(sum(spent["wait"] + spent["send"] for spent in stages) / self.ranks / step_ms)
+        waited_ms = sum(spent["wait"] + spent["send"] for spent in stages) / self.ranks
+        self._waited.append((waited_ms / step_ms, 1e-3 * waited_ms))
         uncompressed = metrics.uncompressed_step_ms(step_ms, channels, self.ranks)
         whole = {"step_ms": step_ms, "uncompressed_step_ms": uncompressed}
         return events + [(metrics.label(name), value, samples) for name, value in whole.items()]
