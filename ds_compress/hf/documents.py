@@ -61,7 +61,8 @@ def split_text(text: str, documents: str) -> list[str]:
 
 
 def tokenize(found: Iterable[dict[str, Any]], tokenizer: Any, where: str) -> Iterator[Document]:
-    """Turn every record into a document that ends with the tokenizer's end-of-text token, if it has one.
+    """Turn every record into a document that ends with the tokenizer's end-of-text token, if it has one, and
+    begins with its begin-of-text token, if it begins texts with that (a chat template writes its own).
 
     Raises:
         CompressionError: a record has none of the known keys, a value of another type, or one that the
@@ -79,11 +80,11 @@ def _tokenize_record(record: dict[str, Any], tokenizer: Any) -> Document:
     if messages:
         return _tokenize_conversation(messages, tokenizer)
     if isinstance(text, str):
-        ids = _encode(tokenizer, text) + _end_of_text(tokenizer)
+        ids = _begin_of_text(tokenizer) + _encode(tokenizer, text) + _end_of_text(tokenizer)
         return Document(ids, ids)
     if isinstance(prompt, str) and isinstance(completion, str):
         learned = _encode(tokenizer, completion) + _end_of_text(tokenizer)
-        ignored = _encode(tokenizer, prompt)
+        ignored = _begin_of_text(tokenizer) + _encode(tokenizer, prompt)
         return Document(ignored + learned, [IGNORED] * len(ignored) + learned)
     wrong = next((key for key in reversed(KEYS) if key in record and not isinstance(record[key], str)), None)
     if wrong:
@@ -96,6 +97,11 @@ def _tokenize_record(record: dict[str, Any], tokenizer: Any) -> Document:
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _begin_of_text(tokenizer: Any) -> list[int]:
+    begin = [tokenizer.bos_token_id]  # some tokenizers have one that they put nowhere
+    return begin if tokenizer("a")["input_ids"][:1] == begin else []
 
 
 def _end_of_text(tokenizer: Any) -> list[int]:

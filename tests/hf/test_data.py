@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import processors
 from transformers import AutoTokenizer
 
 from ds_compress.hf.data import IDS, LABELS, POSITIONS, Sequences, pack_documents
@@ -74,6 +75,21 @@ def test_of_a_conversation_what_the_assistant_says_is_learned():
     whole, learned = one(turns("the cat", "sees", "the dog", "hears"))
     assert whole == "<user> the cat </s> <assistant> sees </s> <user> the dog </s> <assistant> hears </s>"
     assert learned == "sees </s> hears </s>"
+
+
+def test_a_text_begins_as_the_tokenizer_begins_it():
+    """Llama 3, Gemma and Mistral expect the token there; they were trained without it, and asked with it."""
+    known = tokenizer()
+    known.add_special_tokens({"bos_token": "<s>"})
+    records = [{"text": "the cat"}, {"prompt": "the cat", "completion": "sees"}, turns("the cat", "sees")]
+
+    def begins():
+        return [known.decode(document.ids).split()[0] for document in tokenize(records, known, "data.train")]
+
+    assert begins() == ["the", "the", "<user>"]
+    added = ("<s>", known.bos_token_id)
+    known.backend_tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[added])
+    assert begins() == ["<s>", "<s>", "<user>"]  # the template writes what a conversation begins with
 
 
 def said(*content):
