@@ -167,7 +167,7 @@ def read_config(folder: Path) -> PretrainedConfig:
             "config.json alone (hf download NAME config.json --local-dir FOLDER)"
         )
     with failures_at(str(folder)):
-        return AutoConfig.from_pretrained(folder)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)  # by default, every rank asks
 
 
 def assign_layers(costs: Sequence[float], stages: int | Sequence[int]) -> list[int]:

@@ -84,7 +84,7 @@ class FinetuneRun:
         """Load the tokenizer and the sequences, which are equal on all ranks."""
         name = self.settings.tokenizer or self.settings.model
         with raised_on_all_ranks(), failures_at(f"{NAME}.tokenizer: {name}"):
-            tokenizer = AutoTokenizer.from_pretrained(name)
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         data: Sequences = _call_in_turn(lambda: Sequences(self.settings, tokenizer))
         what = f"{NAME}.data: the text, or what the tokenizer makes of it,"
         for rows in data.sources:

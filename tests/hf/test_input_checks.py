@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from ds_compress.config import Config
 from ds_compress.hf.finetune import main
+from ds_compress.hf.model import read_config
 from ds_compress.hf.settings import read_settings
 from ds_compress.hf.training import FinetuneRun
 from launch.ports import reserved_port
@@ -85,6 +86,14 @@ def test_a_model_that_is_not_there(path):
     """It was said of the tokenizer, which was looked for first, that the hub could not be reached."""
     said = "nowhere: model.safetensors is missing; should be the folder of a "
     assert refused_with(path, model="nowhere").startswith(said)
+
+
+def test_a_model_with_code_of_its_own(tmp_path, monkeypatch):
+    """Every rank asked on the terminal whether to run it, and waited 15 seconds."""
+    monkeypatch.setattr("builtins.input", pytest.fail)
+    config = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert refusal(read_config, tmp_path).startswith(f"{tmp_path}: ValueError: The repository {tmp_path} con")
 
 
 def cut(file):
