@@ -338,9 +338,12 @@ def add_to_flat_gradient(optimizer: Any, parameter: Tensor, group: int, position
     parameter.grad = None  # else it would be added again
 
 
-def weights_file(engine: Any) -> str:
-    """Return the name of the file in which DeepSpeed saves the weights of this rank."""
-    return Path(engine._get_ckpt_name("", "")).name
+def weights_files(engine: Any) -> list[str]:
+    """Return the names of the files in which DeepSpeed saves this rank's state, and each of its layers."""
+    module = engine.module
+    layers = [n for n, layer in enumerate(module.forward_funcs) if hasattr(layer, "load_state_dict")]
+    paths = [engine._get_ckpt_name("", ""), *(module.ckpt_layer_path("", number) for number in layers)]
+    return [Path(path).name for path in paths]
 
 
 def load_own_file_only(engine: Any) -> None:

@@ -8,7 +8,7 @@ import fcntl
 import json
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -109,14 +109,14 @@ class RunFolder:
         with raised_on_all_ranks(), failures_at(f"{NAME}.out: {self.path}: {name} cannot be written"):
             yield
 
-    def find_last_step(self, file: str = "") -> int | None:
+    def find_last_step(self, files: Sequence[str] = ("",)) -> int | None:
         """Return the step of the last complete checkpoint; None if there is none.
 
         Args:
-            file: that this rank needs from its folder.
+            files: that this rank needs from its folder.
 
         Raises:
-            CompressionError: on every rank, if one of them does not find its file, or what `latest` says is
+            CompressionError: on every rank, if one of them does not find its files, or what `latest` says is
                 no checkpoint.
         """
         # A machine that was stopped before it wrote the name has that checkpoint too, so the largest counts
@@ -125,7 +125,7 @@ class RunFolder:
         step = max(gather_integers(-1 if named is None else int(named.rpartition("step")[2])))
         if step < 0:
             return None
-        found = gather_integers((self.path / checkpoint_name(step) / file).exists())
+        found = gather_integers(all((self.path / checkpoint_name(step) / file).exists() for file in files))
         if not all(found):
             raise CompressionError(
                 f"{NAME}.out: rank {found.index(0)} does not find its part of {checkpoint_name(step)} on its "

@@ -17,13 +17,13 @@ import torch
 from deepspeed import comm as dist
 from transformers import AutoTokenizer, PretrainedConfig, get_scheduler
 
-from ds_compress.engine.deepspeed import load_own_file_only, weights_file
+from ds_compress.engine.deepspeed import load_own_file_only, weights_files
 from ds_compress.errors import CompressionError, differences, failures_at, in_one_line, shown
 from ds_compress.hf.collective import gather_digests, raised_on_all_ranks
 from ds_compress.hf.data import IDS, Sequences
 from ds_compress.hf.input_checks import check_launch, check_length, check_tokens, zero_stage
 from ds_compress.hf.model import load_config, pipeline_module
-from ds_compress.hf.run_folder import BEST, RunFolder, checkpoint_name
+from ds_compress.hf.run_folder import BEST, LATEST, RunFolder, checkpoint_name
 from ds_compress.hf.settings import NAME, Settings, read_settings
 from ds_compress.monitor.monitor import record_results, record_settings
 from ds_compress.monitor.progress import Progress
@@ -125,13 +125,16 @@ class FinetuneRun:
         changed. A "scheduler" in `ds_config` is restored from the checkpoint instead.
         """
         engine, settings, root = self.engine, self.settings, str(self.folder.path)
-        step = self.folder.find_last_step(weights_file(engine))
+        step = self.folder.find_last_step(weights_files(engine))
         if step is None:
             return
         changed = self._list_changes(checkpoint_name(step))
         options = [dict(group) for group in engine.basic_optimizer.param_groups]
         load_own_file_only(engine)
-        with failures_at(f"{NAME}.out: {checkpoint_name(step)} cannot be loaded{changed}"):
+        with (
+            failures_at(f"{NAME}.out: {checkpoint_name(step)} cannot be loaded{changed}"),
+            self._damage_named(),
+        ):
             _, state = engine.load_checkpoint(
                 root, checkpoint_name(step), load_lr_scheduler_states=settings.lr_schedule is None
             )
@@ -144,6 +147,23 @@ class FinetuneRun:
         if self._best_step == step:  # the run may have been stopped before it wrote the name
             self.folder.name_complete(step, BEST)
         self._say(f"goes on from step {engine.global_steps}{changed}")
+
+    @contextmanager
+    def _damage_named(self) -> Iterator[None]:
+        """Have the error of a checkpoint's file that cannot be read name the file."""
+        reader = self.engine.checkpoint_engine
+        own = reader.load
+
+        def load(path: Any, *args: Any, **options: Any) -> Any:
+            advice = f"copy it again, or name an earlier checkpoint in {self.folder.path / LATEST}"
+            with failures_at(f"{NAME}.out: {path} cannot be read: {advice}"):
+                return own(path, *args, **options)
+
+        reader.load = load
+        try:
+            yield
+        finally:
+            reader.load = own
 
     def _advance_schedule(self, done: int) -> None:
         """Have `lr_schedule` go on after `done` steps: like the data, the rate follows from their number."""

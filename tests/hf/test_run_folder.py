@@ -10,6 +10,7 @@ import pytest
 from torch import distributed
 from transformers import AutoModelForCausalLM
 
+from ds_compress.errors import CompressionError
 from ds_compress.hf import run_folder
 from ds_compress.hf.merge import merge
 from ds_compress.hf.run_folder import RunFolder
@@ -65,10 +66,29 @@ def test_a_run_goes_on_and_is_merged_on_the_first_machine(trained, tmp_path):
 def test_a_machine_that_lost_its_checkpoint_is_named_on_every_rank(trained, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(trained[0].parent, copy)
-    shutil.rmtree(copy / "machine1" / "step4")
-    first, second = run_ranks(2, refusal, finetune, copy / "train.json", 6)
-    assert first == second
-    assert first.startswith("train.json.out: rank 1 does not find its part of step4 on its machine; ")
+    for lost in ("layer_03-model_states.pt", "mp_rank_01_model_states.pt"):
+        (copy / "machine1" / "step4" / lost).unlink()
+        first, second = run_ranks(2, refusal, finetune, copy / "train.json", 6)
+        assert first == second
+        assert first.startswith("train.json.out: rank 1 does not find its part of step4 on its machine; ")
+
+
+def finetune_alone(path, steps):
+    """What is said on this rank, which ends as a process does: the others may wait for it."""
+    try:
+        finetune(path, steps)
+    except CompressionError as error:
+        raise SystemExit(str(error)) from None
+
+
+@pytest.mark.parametrize("name", ["layer_03-model_states.pt", "mp_rank_01_model_states.pt"])
+def test_a_file_that_is_damaged_is_named(trained, tmp_path, name):
+    """A copy that was cut short ended in `EOFError: Ran out of input`, of a file that nothing named."""
+    copy = tmp_path / "copy"
+    shutil.copytree(trained[0].parent, copy)
+    (copy / "machine1" / "step4" / name).write_bytes(b"")
+    for said in run_ranks(2, finetune_alone, copy / "train.json", 6, check=False):
+        assert f"machine1/step4/{name} cannot be read: copy it again, or name an earlier" in said
 
 
 def test_a_machine_whose_settings_are_damaged_goes_on_with_the_others(trained, tmp_path):
