@@ -62,7 +62,7 @@ USED = {
             *("has_moe_layers", "is_data_parallel", "pipeline_enable_backward_allreduce"),
             *("gradient_average", "communication_data_type", "using_bf16_optimizer"),
             *("prev_stage", "next_stage", "num_stages"),
-            *("_get_ckpt_name", "_get_all_ckpt_names"),
+            *("_get_ckpt_name", "_get_all_ckpt_names", "_copy_recovery_script"),
         ),
         optional=(
             *("_compute_loss", "loss", "fwd_outputs", "agg_train_loss", "torch_autocast_z0_gradscaler"),
@@ -344,6 +344,12 @@ def weights_files(engine: Any) -> list[str]:
     layers = [n for n, layer in enumerate(module.forward_funcs) if hasattr(layer, "load_state_dict")]
     paths = [engine._get_ckpt_name("", ""), *(module.ckpt_layer_path("", number) for number in layers)]
     return [Path(path).name for path in paths]
+
+
+def file_writers(engine: Any) -> list[tuple[Any, str]]:
+    """Return what `save_checkpoint` writes files and makes folders with: objects, and the methods' names."""
+    writer = engine.checkpoint_engine
+    return [(writer, "save"), (writer, "makedirs"), (engine, "_copy_recovery_script")]
 
 
 def load_own_file_only(engine: Any) -> None:

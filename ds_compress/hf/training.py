@@ -17,7 +17,7 @@ import torch
 from deepspeed import comm as dist
 from transformers import AutoTokenizer, PretrainedConfig, get_scheduler
 
-from ds_compress.engine.deepspeed import load_own_file_only, weights_files
+from ds_compress.engine.deepspeed import file_writers, load_own_file_only, weights_files
 from ds_compress.errors import CompressionError, differences, failures_at, in_one_line, shown
 from ds_compress.hf.collective import gather_digests, raised_on_all_ranks
 from ds_compress.hf.data import IDS, Sequences
@@ -307,7 +307,7 @@ class FinetuneRun:
         Raises:
             CompressionError: on every rank, if one of them could not write a file.
         """
-        writer, failures = self.engine.checkpoint_engine, list[Exception]()
+        failures: list[Exception] = []
 
         def attempt(write: Callable[..., None]) -> Callable[..., None]:
             def attempted(*args: Any, **options: Any) -> None:
@@ -318,12 +318,14 @@ class FinetuneRun:
 
             return attempted
 
-        own = writer.save, writer.makedirs
-        writer.save, writer.makedirs = map(attempt, own)
+        own = [(owner, method, getattr(owner, method)) for owner, method in file_writers(self.engine)]
+        for owner, method, write in own:
+            setattr(owner, method, attempt(write))
         try:
             yield
         finally:
-            writer.save, writer.makedirs = own
+            for owner, method, write in own:
+                setattr(owner, method, write)
         with self.folder.write(name):
             for failure in failures:
                 raise failure

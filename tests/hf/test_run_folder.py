@@ -1,12 +1,15 @@
 """Checkpoints of machines without a shared folder, and of ranks of which one is slow: nothing is lost."""
 
+import errno
 import fcntl
+import os
 import re
 import resource
 import shutil
 import time
 
 import pytest
+from deepspeed.runtime import engine
 from torch import distributed
 from transformers import AutoModelForCausalLM
 
@@ -245,6 +248,23 @@ def test_a_checkpoint_without_a_folder_is_said_on_every_rank(tmp_path, block):
     config = {**DS_CONFIG, "ds_compress": block} if block else DS_CONFIG
     for said in run_ranks(2, train_without_a_folder, prepare(tmp_path, steps=1, ds_config=config)):
         assert ": step1 cannot be written: " in said or "checkpoint step1 is not complete: " in said
+
+
+def copy_nothing(*paths):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def train_without_scripts(path):
+    engine.copyfile = copy_nothing  # in this forked process
+    return refusal(FinetuneRun(read_settings(path)).train)
+
+
+def test_a_script_of_deepspeed_for_which_there_is_no_space_is_said_on_every_rank(tmp_path):
+    """With ZeRO, DeepSpeed copies two scripts beside the checkpoint: rank 0 ended with a traceback."""
+    config = {**DS_CONFIG, "zero_optimization": {"stage": 1}, "ds_compress": BLOCK}
+    first, second = run_ranks(2, train_without_scripts, prepare(tmp_path, steps=1, ds_config=config))
+    assert first.endswith(": step1 cannot be written: OSError: [Errno 28] No space left on device")
+    assert second == f"{first} [rank 0]"
 
 
 def resume_from(folder, content):
