@@ -64,6 +64,8 @@ def tokenize(found: Iterable[dict[str, Any]], tokenizer: Any, where: str) -> Ite
     """Turn every record into a document that ends with the tokenizer's end-of-text token, if it has one, and
     begins with its begin-of-text token, if it begins texts with that (a chat template writes its own).
 
+    A conversation whose template changes earlier turns becomes several, one for each turn of the assistant.
+
     Raises:
         CompressionError: a record has none of the known keys, a value of another type, or one that the
             tokenizer or its chat template does not take; `where` begins the error.
@@ -71,21 +73,21 @@ def tokenize(found: Iterable[dict[str, Any]], tokenizer: Any, where: str) -> Ite
     with failures_at(f"{where} cannot be read"):  # `datasets` decodes a record when it is its turn
         for number, record in enumerate(found):
             with errors_at(f"{where}: record {number}"), failures_at("cannot be tokenized"):
-                document = _tokenize_record(record, tokenizer)
-            yield document
+                documents = _tokenize_record(record, tokenizer)
+            yield from documents
 
 
-def _tokenize_record(record: dict[str, Any], tokenizer: Any) -> Document:
+def _tokenize_record(record: dict[str, Any], tokenizer: Any) -> list[Document]:
     messages, text, prompt, completion = map(record.get, KEYS)
     if messages:
         return _tokenize_conversation(messages, tokenizer)
     if isinstance(text, str):
         ids = _begin_of_text(tokenizer) + _encode(tokenizer, text) + _end_of_text(tokenizer)
-        return Document(ids, ids)
+        return [Document(ids, ids)]
     if isinstance(prompt, str) and isinstance(completion, str):
         learned = _encode(tokenizer, completion) + _end_of_text(tokenizer)
         ignored = _begin_of_text(tokenizer) + _encode(tokenizer, prompt)
-        return Document(ignored + learned, [IGNORED] * len(ignored) + learned)
+        return [Document(ignored + learned, [IGNORED] * len(ignored) + learned)]
     wrong = next((key for key in reversed(KEYS) if key in record and not isinstance(record[key], str)), None)
     if wrong:
         raise CompressionError(f"{wrong}: {shown(record[wrong])} is not allowed: should be {KEYS[wrong]}")
@@ -108,8 +110,12 @@ def _end_of_text(tokenizer: Any) -> list[int]:
     return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
 
-def _tokenize_conversation(messages: list[dict[str, Any]], tokenizer: Any) -> Document:
-    """Apply the chat template to a conversation, of which the assistant's turns are learned."""
+def _tokenize_conversation(messages: list[dict[str, Any]], tokenizer: Any) -> list[Document]:
+    """Apply the chat template to a conversation, of which the assistant's turns are learned.
+
+    Some templates leave something out of all turns but the last (Qwen3: its thoughts). Each turn of the
+    assistant is then learned in a document that ends with it, as the model will write it.
+    """
     _check_messages(messages)
     if not tokenizer.chat_template:
         raise CompressionError("has messages, but the tokenizer has no chat template")
@@ -120,17 +126,21 @@ def _tokenize_conversation(messages: list[dict[str, Any]], tokenizer: Any) -> Do
 
     ids = encode_turns(messages, False)
     labels = [IGNORED] * len(ids)
+    turns: list[Document] = []
     for number, message in enumerate(messages):
         if message.get("role") == "assistant":
             before = encode_turns(messages[:number], True)
             through = encode_turns(messages[: number + 1], False)
-            if through[: len(before)] != before or ids[: len(through)] != through:
+            if through[: len(before)] != before:
                 raise CompressionError(
                     f"message {number}: the chat template changes earlier turns when this one is "
                     "added, so the tokens of this turn cannot be located"
                 )
-            labels[len(before) : len(through)] = through[len(before) :]
-    return Document(ids, labels)
+            learned = through[len(before) :]
+            turns.append(Document(through, [IGNORED] * len(before) + learned))
+            labels[len(before) : len(through)] = learned
+    is_whole = all(ids[: len(turn.ids)] == turn.ids for turn in turns)
+    return [Document(ids, labels)] if is_whole else turns
 
 
 def _check_messages(messages: Any) -> None:

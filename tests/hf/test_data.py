@@ -142,6 +142,28 @@ def test_a_template_that_fails_or_rewrites_what_came_before_is_named(template):
     assert re.match(f"here: record 0: {reason}", line)
 
 
+SHORTENS = (
+    "{% for m in messages %}<{{ m['role'] }}> "
+    "{% if loop.last and m['role'] == 'assistant' %}the {% endif %}{{ m['content'] }} </s> {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+"""A template in the form of Qwen3's, which writes thoughts ("the") in the last turn alone."""
+
+
+def test_turns_that_a_template_shortens_later_are_learned_one_by_one():
+    """Conversations of Qwen3 with two turns of the assistant were refused."""
+    known = tokenizer()
+    known.chat_template = SHORTENS
+    documents = list(tokenize([turns("dog", "sees", "cat", "hears")], known, "here"))
+    assert [known.decode(document.ids) for document in documents] == [
+        "<user> dog </s> <assistant> the sees </s>",
+        "<user> dog </s> <assistant> sees </s> <user> cat </s> <assistant> the hears </s>",
+    ]
+    learned = [[token for token in document.labels if token != IGNORED] for document in documents]
+    assert [known.decode(each) for each in learned] == ["the sees </s>", "the hears </s>"]
+    assert len(list(tokenize([turns("dog", "sees")], known, "here"))) == 1
+
+
 def test_text_files_are_cut_where_it_is_said():
     text = "a b\nc\n \n\nd\n"
     assert split_text(text, "file") == [text]
