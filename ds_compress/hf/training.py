@@ -55,6 +55,9 @@ class FinetuneRun:
             activation_checkpoint_interval=settings.activation_checkpoint_interval,
             seed=settings.seed,
         )
+        with raised_on_all_ranks(), failures_at(f"{NAME}.ds_config.wandb"):
+            if self.is_first:
+                _start_wandb(settings.ds_config)
         with failures_at(f"{NAME}.ds_config"):
             self.engine, *_ = deepspeed.initialize(
                 model=module,
@@ -392,6 +395,16 @@ def complete_ds_config(settings: Settings, dtype: torch.dtype | None) -> dict[st
         defaults = {"data_types": {"grad_accum_dtype": "fp32"}, "zero_allow_untested_optimizer": True}
         config = defaults | config
     return config
+
+
+def _start_wandb(ds_config: dict[str, Any]) -> None:
+    """Start the W&B run that DeepSpeed then takes: without a login the other ranks would wait for
+    this one inside DeepSpeed."""
+    own = ds_config.get("wandb")
+    if isinstance(own, dict) and own.get("enabled"):
+        import wandb
+
+        wandb.init(project=own.get("project", "deepspeed"), group=own.get("group"), entity=own.get("team"))
 
 
 def _optimizer_kind(optimizer: dict[str, Any]) -> dict[str, Any]:

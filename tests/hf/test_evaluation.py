@@ -14,6 +14,7 @@ from tests.support.calls import wrapped
 from tests.support.finetuning import BLOCK, DS_CONFIG, losses, prepare
 from tests.support.offline_wandb import finish, keep_offline, read_offline
 from tests.support.ranks import run_ranks
+from tests.support.refusals import refusal
 
 EVALUATED = {"lora": {"r": 4}, "eval_sequences": 4, "save_every": 0, "eval_every": 2}
 
@@ -107,6 +108,18 @@ def test_wandb_gets_settings_and_results(tmp_path, monkeypatch):
     assert settings["train"]["lora"]["r"] == 4 and "forward" in settings["ds_compress"]
     assert 1 < summary["perplexity_after"] < summary["perplexity_before"]
     assert re.match(r"ds_compress: .* sent instead of .* by step 2", summary["report"])
+
+
+def test_wandb_without_a_login_is_said_on_every_rank(tmp_path, monkeypatch):
+    """It fails on rank 0 alone, inside DeepSpeed: the other blamed a connection, or would wait (NCCL)."""
+    keep_offline(tmp_path, monkeypatch)
+    for name, value in (("WANDB_MODE", "online"), ("NETRC", "nowhere"), ("HOME", str(tmp_path))):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    path = prepare(tmp_path, ds_config={**DS_CONFIG, "ds_compress": BLOCK, "wandb": {"enabled": True}})
+    first, second = run_ranks(2, lambda: refusal(FinetuneRun, read_settings(path)))
+    assert first.startswith("train.json.ds_config.wandb: UsageError: No API key configured.")
+    assert second == f"{first} [rank 0]"
 
 
 def test_a_warmup_may_be_a_share_of_the_steps():
