@@ -70,23 +70,24 @@ def tokenize(found: Iterable[dict[str, Any]], tokenizer: Any, where: str) -> Ite
         CompressionError: a record has none of the known keys, a value of another type, or one that the
             tokenizer or its chat template does not take; `where` begins the error.
     """
+    begin = _begin_of_text(tokenizer)
     with failures_at(f"{where} cannot be read"):  # `datasets` decodes a record when it is its turn
         for number, record in enumerate(found):
             with errors_at(f"{where}: record {number}"), failures_at("cannot be tokenized"):
-                documents = _tokenize_record(record, tokenizer)
+                documents = _tokenize_record(record, tokenizer, begin)
             yield from documents
 
 
-def _tokenize_record(record: dict[str, Any], tokenizer: Any) -> list[Document]:
+def _tokenize_record(record: dict[str, Any], tokenizer: Any, begin: list[int]) -> list[Document]:
     messages, text, prompt, completion = map(record.get, KEYS)
     if messages:
         return _tokenize_conversation(messages, tokenizer)
     if isinstance(text, str):
-        ids = _begin_of_text(tokenizer) + _encode(tokenizer, text) + _end_of_text(tokenizer)
+        ids = begin + _encode(tokenizer, text) + _end_of_text(tokenizer)
         return [Document(ids, ids)]
     if isinstance(prompt, str) and isinstance(completion, str):
         learned = _encode(tokenizer, completion) + _end_of_text(tokenizer)
-        ignored = _begin_of_text(tokenizer) + _encode(tokenizer, prompt)
+        ignored = begin + _encode(tokenizer, prompt)
         return [Document(ignored + learned, [IGNORED] * len(ignored) + learned)]
     wrong = next((key for key in reversed(KEYS) if key in record and not isinstance(record[key], str)), None)
     if wrong:
