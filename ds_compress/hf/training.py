@@ -15,6 +15,8 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed import comm as dist
+from deepspeed.monitor.config import WandbConfig
+from deepspeed.monitor.wandb import WandbMonitor
 from transformers import AutoTokenizer, PretrainedConfig, get_scheduler
 
 from ds_compress.engine.deepspeed import file_writers, load_own_file_only, weights_files
@@ -55,9 +57,10 @@ class FinetuneRun:
             activation_checkpoint_interval=settings.activation_checkpoint_interval,
             seed=settings.seed,
         )
-        with raised_on_all_ranks(), failures_at(f"{NAME}.ds_config.wandb"):
-            if self.is_first:
-                _start_wandb(settings.ds_config)
+        if wandb := settings.ds_config.get("wandb"):
+            # DeepSpeed takes a run that there is; if its own does not begin, other ranks wait for this one
+            with raised_on_all_ranks(), failures_at(f"{NAME}.ds_config.wandb"):
+                WandbMonitor(WandbConfig(**wandb))
         with failures_at(f"{NAME}.ds_config"):
             self.engine, *_ = deepspeed.initialize(
                 model=module,
@@ -395,16 +398,6 @@ def complete_ds_config(settings: Settings, dtype: torch.dtype | None) -> dict[st
         defaults = {"data_types": {"grad_accum_dtype": "fp32"}, "zero_allow_untested_optimizer": True}
         config = defaults | config
     return config
-
-
-def _start_wandb(ds_config: dict[str, Any]) -> None:
-    """Start the W&B run that DeepSpeed then takes: without a login the other ranks would wait for
-    this one inside DeepSpeed."""
-    own = ds_config.get("wandb")
-    if isinstance(own, dict) and own.get("enabled"):
-        import wandb
-
-        wandb.init(project=own.get("project", "deepspeed"), group=own.get("group"), entity=own.get("team"))
 
 
 def _optimizer_kind(optimizer: dict[str, Any]) -> dict[str, Any]:
