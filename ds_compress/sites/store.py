@@ -76,6 +76,10 @@ def connect(address: str, origin: str = f"{PLACE}.every: {STORE}", seconds: floa
     except FutureTimeout:
         _end_connections(host, port)
         wait([found], seconds)  # a thread that is in torch when the interpreter ends may abort the process
+        try:
+            socket.create_connection((host, port), seconds).close()
+        except OSError as error:
+            raise RuntimeError(f"no `ds-compress replica-store` can be reached there: {error}") from None
         raise RuntimeError("what listens there does not answer; is it `ds-compress replica-store`?") from None
 
 

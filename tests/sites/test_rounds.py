@@ -987,6 +987,16 @@ def test_a_port_that_says_nothing_is_no_store():
         eventually(lambda: "ds_compress_connect" not in [each.name for each in threading.enumerate()])
 
 
+def test_where_nothing_listens_it_is_said():
+    """A launch before its store, or behind a firewall, was told that what listens there does not answer."""
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        with pytest.raises(
+            RuntimeError, match="no `ds-compress replica-store` can be reached there: .*refused"
+        ):
+            connect(f"127.0.0.1:{reserved.getsockname()[1]}", seconds=0.1)
+
+
 @pytest.mark.parametrize("name", ["no-such-host.invalid", "no..such", 70 * "a"])
 def test_a_name_without_an_address(name):
     """A mistyped host was said to listen, and not to answer, after minutes."""
