@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from transformers import AutoTokenizer, PretrainedConfig, get_scheduler
 
 from ds_compress.engine.deepspeed import file_writers, load_own_file_only, weights_files
 from ds_compress.errors import CompressionError, differences, failures_at, in_one_line, shown
-from ds_compress.hf.collective import gather_digests, raised_on_all_ranks
+from ds_compress.hf.collective import gather_digests, gather_integers, raised_on_all_ranks
 from ds_compress.hf.data import IDS, Sequences
 from ds_compress.hf.input_checks import check_launch, check_length, check_tokens, zero_stage
 from ds_compress.hf.model import load_config, pipeline_module
@@ -29,8 +30,13 @@ from ds_compress.hf.run_folder import BEST, LATEST, RunFolder, checkpoint_name
 from ds_compress.hf.settings import NAME, Settings, read_settings
 from ds_compress.monitor.monitor import record_results, record_settings
 from ds_compress.monitor.progress import Progress
+from ds_compress.sites.store import run_in_thread
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
+
+
+ALIVE_S = 5.0
+"""Seconds after which a rank that loads data tells those that wait for it."""
 
 
 class FinetuneRun:
@@ -432,11 +438,17 @@ def _check_same(what: str, data: Any) -> None:
 
 
 def _call_in_turn(load: Callable[[], Any]) -> Any:
-    """Call `load` on the first process of each machine, then on the others, which find its cached files."""
+    """Call `load` on the first process of each machine, then on the others, which find its cached files.
+
+    It may take longer than a collective waits for others, so it runs beside short ones.
+    """
     is_first = int(os.environ["LOCAL_RANK"]) == 0
     loaded = None
     for turn in (True, False):
+        loading = run_in_thread(load, "ds_compress_data") if is_first is turn else None
+        while not all(gather_integers(loading is None or loading.done())):
+            if loading:
+                wait([loading], ALIVE_S)
         with raised_on_all_ranks():
-            if is_first is turn:
-                loaded = load()
+            loaded = loading.result() if loading else loaded
     return loaded

@@ -2,7 +2,9 @@
 
 import itertools
 import re
+import time
 from collections import Counter
+from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 
@@ -11,12 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import processors
+from torch import distributed
 from transformers import AutoTokenizer
 
+from ds_compress.hf import training
 from ds_compress.hf.data import IDS, LABELS, POSITIONS, Sequences, pack_documents
 from ds_compress.hf.documents import IGNORED, Document, read_records, split_text, tokenize
 from ds_compress.hf.settings import read_settings
 from tests.support.finetuning import prepare, tokenizer
+from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
 
 
@@ -169,6 +174,19 @@ def test_text_files_are_cut_where_it_is_said():
     assert split_text(text, "file") == [text]
     assert split_text(text, "line") == ["a b", "c", "d"]
     assert split_text(text, "paragraph") == ["a b\nc", "d\n"]
+
+
+def load_slowly():
+    """Load for longer than a collective waits."""
+    distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
+    training.ALIVE_S = 0.2
+    rank = distributed.get_rank()
+    return training._call_in_turn(lambda: time.sleep(4 * (1 - rank)) or rank)
+
+
+def test_ranks_wait_for_one_that_tokenizes_for_long():
+    """After the 10 minutes of a collective they ended, and so did each start after that one."""
+    assert run_ranks(2, load_slowly) == [0, 1]
 
 
 @pytest.fixture
