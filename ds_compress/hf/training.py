@@ -167,6 +167,8 @@ class FinetuneRun:
         own = reader.load
 
         def load(path: Any, *args: Any, **options: Any) -> Any:
+            if not Path(path).exists():  # of another ZeRO stage; the error names it
+                return own(path, *args, **options)
             advice = f"copy it again, or name an earlier checkpoint in {self.folder.path / LATEST}"
             with failures_at(f"{NAME}.out: {path} cannot be read: {advice}"):
                 return own(path, *args, **options)
