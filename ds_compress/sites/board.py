@@ -37,8 +37,10 @@ one launch write for each other crosses the store of that launch:
     checked/S         a round, and why packets of slot S are bad              slot S
     handed            newcomers that get an anchor here, each with its round  slot 0
     alone             round in which this newcomer goes on with its own       slot 0
-                      anchor
+                      anchor; -1: it takes another one's
+    caught_up         slots of this newcomer that have their part so far      each slot
     moved             signs of progress                                       each slot
+    failed            which slot failed first, and why                        each slot
 """
 
 import functools
@@ -122,6 +124,12 @@ class Board(Keys):
         found = self._decide("head", new, json.dumps(before))
         if found != new and parse(found, Position).round <= after.round:
             raise CompressionError("another replica has gone on with another anchor")
+
+    def leads_to(self, position: Position, head: Position) -> bool:
+        """Return whether the rounds since `position` lead to `head`, and their outcomes are there."""
+        while position.round < head.round and (outcome := self.outcome(position.round)) is not None:
+            position = position.after(outcome)
+        return position == head
 
     def new_number(self) -> int:
         return self._store.add(f"{PREFIX}numbers", 1)
@@ -342,9 +350,9 @@ class Board(Keys):
         self.chunks.move([functools.partial(get, *each) for each in enumerate(chunks, first)])
 
     def end_shipment(self, newcomer: int, slot: int) -> None:
-        """Delete what is there of an anchor for a newcomer."""
+        """Delete what is there of an anchor for a newcomer; without `taken` the rest is taken to be gone."""
         key = f"anchor/{newcomer}/{slot}"
-        for each in (f"{key}/taken", key, *(f"{key}/{number}" for number in range(WINDOW))):
+        for each in (*(f"{key}/{number}" for number in range(WINDOW)), key, f"{key}/taken"):
             self._delete(each)
 
 
@@ -381,12 +389,22 @@ class LaunchBoard(Keys):
         """Return the round of the anchor that each newcomer gets here."""
         return dict(parse(self._read("handed") or "[]", list))
 
-    def go_alone(self, number: int) -> None:
+    def say_alone(self, number: int) -> None:
         self._set("alone", str(number))
 
     def alone(self) -> int | None:
+        """Return the round in which this newcomer goes on alone, -1 if it does not, None until it is said."""
         text = self._read("alone")
         return None if text is None else parse(text, int)
+
+    def count_caught_up(self, more: int = 0) -> int:
+        return self._store.add(f"{PREFIX}caught_up", more)
+
+    def say_failed(self, slot: int, why: str) -> None:
+        self._decide("failed", f"rank {slot} of this launch: {why}")
+
+    def failure(self) -> str | None:
+        return self._read("failed")
 
     def count_moved(self, more: int = 0) -> int:
         return self._store.add(f"{PREFIX}moved", more)

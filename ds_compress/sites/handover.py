@@ -73,15 +73,16 @@ class AnchorSender:
         newcomers = self._board.newcomers()
         for name, given in newcomers.items():
             if given is not None and given[0] <= position.round - kept_rounds:  # it has died
-                self._board.forget_newcomer(int(name))
                 for slot in range(self._slots):
                     self._board.end_shipment(int(name), slot)
+                self._board.forget_newcomer(int(name))  # last, for who deletes that if this replica dies here
         waiting = [int(name) for name, given in newcomers.items() if given is None and int(name) != replica]
         if not waiting:
             self._behind_since = None
             return
         head = self._board.head()
-        if not self._leads_to(head, position):
+        # packets of earlier rounds may be gone
+        if head.round - position.round >= KEPT_ROUNDS or not self._board.leads_to(position, head):
             self._held = None  # no newcomer needs signs of life of this replica
             return
         now = time.monotonic()
@@ -117,14 +118,6 @@ class AnchorSender:
             return min([longest, *(self._send_some(upload) for upload in list(self._uploads))])
         finally:
             self._is_sending = False
-
-    def _leads_to(self, head: Position, position: Position) -> bool:
-        """Return whether who has the anchor of `position` can follow the rounds since to `head`."""
-        if head.round - position.round >= KEPT_ROUNDS:  # packets of these rounds may be gone
-            return False
-        while position.round < head.round and (outcome := self._board.outcome(position.round)) is not None:
-            position = position.after(outcome)
-        return position == head
 
     def _send_some(self, upload: _Upload) -> float:
         """Send chunks of an anchor, if the newcomer has taken enough; return seconds until the next ones."""
@@ -197,12 +190,10 @@ class AnchorReceiver:
             self._board.end_shipment(self._newcomer, self._slot)
 
     def _take(self, numel: int, digest: str) -> tuple[Anchor | None, Position]:
-        self._wait(self._watch(digest), "the anchor of another replica")
-        if (number := self._launch.alone()) is not None:
+        shipment = self._wait(self._watch(digest), "the anchor of another replica")
+        if isinstance(shipment, int):
             self._board.end_shipment(self._newcomer, self._slot)
-            return None, Position(number, digest)
-        shipment = self._board.shipment(self._newcomer, self._slot)
-        assert shipment is not None
+            return None, Position(shipment, digest)
         if shipment.numel != numel:
             raise CompressionError(f"an anchor of {shipment.numel} values came, expected {numel}")
         anchor = Anchor(*(torch.empty(numel, dtype=torch.float32, device="cpu") for _ in range(2)))
@@ -215,24 +206,31 @@ class AnchorReceiver:
             self._board.say_taken(self._newcomer, self._slot, taken)
         return anchor, shipment.position
 
-    def _watch(self, digest: str) -> Callable[[], bool | None]:
-        """Return what looks for an anchor; without signs of life of others this launch goes on alone."""
+    def _watch(self, digest: str) -> Callable[[], Shipment | int | None]:
+        """Return what looks for an anchor. Without signs of life of others it returns a round, in which this
+        launch goes on alone; slot 0 decides it for all, as some may have their part of an anchor by then."""
         signs: tuple[str, Position] | None = None
         heard = time.monotonic()
 
-        def ready() -> bool | None:
+        def ready() -> Shipment | int | None:
             nonlocal signs, heard
-            if self._board.shipment(self._newcomer, self._slot) or self._launch.alone() is not None:
-                return True
+            said = self._launch.alone() if self._slot else -1
+            if said is None or said >= 0:
+                return said
+            shipment = self._board.shipment(self._newcomer, self._slot)
             if self._slot:
-                return None
+                return shipment
+            if shipment is not None:
+                self._launch.say_alone(-1)
+                return shipment
             head = self._board.head()  # another newcomer that goes on alone moves it before it gives signs
             if (now := (self._board.beats(), head)) != signs:
                 signs, heard = now, time.monotonic()
             if time.monotonic() - heard > ABANDONED_S:
                 self._board.move_head(head, Position(head.round, digest))
                 self._board.forget_newcomer(self._newcomer)
-                self._launch.go_alone(head.round)
+                self._launch.say_alone(head.round)
+                return head.round
             return None
 
         return ready

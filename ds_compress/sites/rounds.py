@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from ds_compress.config.replicas import OuterOptions
-from ds_compress.errors import CompressionError
+from ds_compress.errors import CompressionError, in_one_line
 from ds_compress.sites.board import KEPT_ROUNDS, Board, LaunchBoard, Position, members_of
 from ds_compress.sites.handover import AnchorReceiver, AnchorSender
 from ds_compress.sites.outer_step import Anchor, DeltaCodec
@@ -75,6 +75,20 @@ def patience(options: OuterOptions) -> float:
     return options.grace_s + TRANSFER_S
 
 
+def _telling_if_it_fails(method: Callable[..., Found]) -> Callable[..., Found]:
+    """Let the other slots of the launch know if a method fails: they leave, too, and need not wait."""
+
+    @functools.wraps(method)
+    def call(self: "Rounds", *args: Any) -> Found:
+        try:
+            return method(self, *args)
+        except Exception as error:
+            self._launch.say_failed(self._slot, in_one_line(error))
+            raise
+
+    return call
+
+
 class Rounds:
     """One rank's view of the rounds."""
 
@@ -99,7 +113,8 @@ class Rounds:
         self._slots = slots
         self._options = options
         self._limit = patience(options)
-        self._deletes = False  # whether this replica deletes old rounds, for all
+        # whether this replica deletes old rounds, for all; at first each does, so that `kept` is there
+        self._deletes = True
         self._own: tuple[int, str, Tensor | None] = -1, "", None  # round, digest and bytes of its last packet
         self._last_beat = self._last_look = -BEAT_S
         self._moved_chunks = 0
@@ -129,6 +144,7 @@ class Rounds:
         self.number = self._board.new_number()
         return Membership(self.number, head, head.digest != own_position.digest)
 
+    @_telling_if_it_fails
     def catch_up(self, numel: int, digest: str) -> tuple[Anchor | None, Position]:
         """Receive the anchor of another replica, as a newcomer; every slot calls it.
 
@@ -145,8 +161,14 @@ class Rounds:
         receiver = AnchorReceiver(self._board, self._launch, self.number, self._slot, self._slots, self._wait)
         anchor, position = receiver.receive(numel, digest)
         if anchor is not None:
+            self._launch.count_caught_up(1)
+            if self._slot == 0:  # which hands it over to others, and gives signs of life
+                self._wait(self._have_caught_up, "the anchor of the other slots")
             self._receiver = receiver
         return anchor, position
+
+    def _have_caught_up(self) -> bool | None:
+        return self._launch.count_caught_up() == self._slots or None
 
     def take_part(self, anchor: Anchor, position: Position) -> None:
         """Let the others wait for this replica in the next round, and newcomers have its anchor; every slot
@@ -155,6 +177,7 @@ class Rounds:
         if self._slot == 0:
             self._board.announce(position.round, self.number)
 
+    @_telling_if_it_fails
     def exchange_delta(
         self, exchange: int, anchor: Anchor, position: Position, sent: Tensor, codec: DeltaCodec
     ) -> ExchangeResult:
@@ -185,11 +208,19 @@ class Rounds:
         self._own = number, self._board.put_packet(number, self._slot, self.number, packet), packet
         if self._launch.say_sent(exchange, self._slots):
             self._board.come(number, self.number)
+        open_at = position
         anchor, position, members = self._follow(anchor, position, codec)
+        head = self._board.head()
+        is_agreed = head == open_at or self._board.leads_to(position, head)
+        is_member = is_agreed and self.number in members
+        if head.round - number >= KEPT_ROUNDS and not is_member:
+            # others may have deleted the round just before this packet was there
+            self._board.delete_packet(number, self._slot, self.number)
+        if not is_agreed:  # one that had been stopped decided it again after others had deleted it
+            raise _too_late(number)
         # packets of a round may be kept for as long as a newcomer needs for its anchor
         if self._round_bytes:  # of a void round nothing is known
             self._kept_rounds = max(KEPT_ROUNDS, KEPT_BYTES * codec.numel // self._round_bytes)
-        is_member = self.number in members
         if is_member:
             base = sent
             if self._receiver is not None:
@@ -258,10 +289,7 @@ class Rounds:
         self._board.delete_packet(number, self._slot, self.number)
         for slot in {0, self._slot}:
             self._board.delete_round(number, slot)
-        raise CompressionError(
-            f"round {number} was long ago; a new anchor is needed; if this site is always so slow, "
-            "let it compute fewer micro-batches a step"
-        )
+        raise _too_late(number)
 
     def _follow(
         self, anchor: Anchor, position: Position, codec: DeltaCodec
@@ -404,7 +432,7 @@ class Rounds:
         """Return the first round whose packets are needed when round `number` is open."""
         given = [each[0] for each in self._board.newcomers().values() if each is not None]
         needed = [each for each in given if each > number - self._kept_rounds]
-        return min([number - KEPT_ROUNDS + 1, *needed])
+        return min([max(0, number - KEPT_ROUNDS + 1), *needed])
 
     def _wait_in(self, number: int, ready: Callable[[], Found | None], what: str) -> Found:
         """Like `_wait`, while the round is in the store."""
@@ -420,12 +448,15 @@ class Rounds:
         """Return what `ready` returns, when it is not None.
 
         Raises:
-            CompressionError: no rank of this launch has sent or received anything for too long.
+            CompressionError: no rank of this launch has sent or received anything for too long, or one has
+                failed.
         """
         moved, since, pause = self._launch.count_moved(), time.monotonic(), 0.01
         looked = since
         while (found := ready()) is None:
             if (now := time.monotonic()) - looked > BEAT_S:
+                if (failure := self._launch.failure()) is not None:
+                    raise CompressionError(failure)
                 before, moved, looked = moved, self._launch.count_moved(), now
                 if moved != before:
                     since = now
@@ -434,3 +465,10 @@ class Rounds:
             pause = min(1.5 * pause, 0.5)
             self.ended.wait(min(pause, self.tend()))
         return found
+
+
+def _too_late(number: int) -> CompressionError:
+    return CompressionError(
+        f"round {number} was long ago; a new anchor is needed; if this site is always so slow, "
+        "let it compute fewer micro-batches a step"
+    )

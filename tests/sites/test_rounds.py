@@ -1,6 +1,7 @@
 """Rounds of replicas, with two slots each, in a real store, and in that of the command among strangers."""
 
 import contextlib
+import functools
 import os
 import socket
 import subprocess
@@ -170,6 +171,16 @@ def test_packets_of_one_that_was_killed_leave_the_store(store):
     assert not any(store.check([key]) or store.check([f"{key}/0"]) for key in keys)
 
 
+def test_rounds_of_which_only_the_dead_had_deleted_leave_the_store(store):
+    """Who began to delete later took it that nothing was there before: the first rounds stayed for ever."""
+    first, second = Launch(store), Launch(store)
+    for _ in range(2):
+        play([first, second], [0.1, 0.1])
+    for _ in range(KEPT_ROUNDS):
+        play_without_others([second], [0.1])
+    assert not [key for key in store.list_keys() if key.startswith(f"{PREFIX}0/")]
+
+
 def test_one_that_is_late_is_left_out_and_counts_in_the_next_round(store):
     first, late = (Launch(store, announces=each, lr=1.0, momentum=0.0) for each in (True, False))
     start = first.anchors
@@ -216,6 +227,19 @@ def test_one_whose_packet_came_too_late_keeps_its_residual(store):
     assert result.members == (1,) and not result.is_member and torch.equal(result.base, start[0].values)
     assert not any(memory for codec in late.codecs for memory in codec.residuals().values())
     assert_alike([first, late])
+
+
+@pytest.mark.parametrize(("slot", "where"), [(0, "_open_round"), (1, "_candidates")])
+def test_ranks_wait_for_none_of_their_launch_that_has_failed(store, slot, where, monkeypatch):
+    """When one rank lost its connection, the other ranks stopped training for 330 s, to wait for it; and the
+    other sites for 300 s, to wait for their vote."""
+    monkeypatch.setattr(rounds_module, "BEAT_S", 0.1)
+    launch, other = Launch(store, grace_s=0.5), Launch(store, grace_s=0.5)
+    setattr(launch.slots[slot], where, mock.Mock(side_effect=RuntimeError("the connection was cut")))
+    futures, others = launch.start(0.1), other.start(0.1)
+    said = f"rank {slot} of this launch: RuntimeError: the connection was cut"
+    assert refusal(futures[1 - slot].result, PATIENCE) == said
+    other.finish(others)
 
 
 def test_an_exchange_that_was_given_up_leaves_the_residual(store):
@@ -269,7 +293,7 @@ def test_a_slot_that_begins_late_takes_its_part(store):
     newcomer = Launch(store, digest="another")
     early, late = newcomer.slots
     waits = [newcomer.pool.submit(early.catch_up, NUMEL, "own")]
-    hand_over_until(first, waits[0].done)
+    hand_over_until(first, early._launch.count_caught_up)
     newcomer.waits = [*waits, newcomer.pool.submit(late.catch_up, NUMEL, "own")]
     newcomer.take_anchor(first)
     assert_alike([first, newcomer])
@@ -277,6 +301,24 @@ def test_a_slot_that_begins_late_takes_its_part(store):
         late._board.say_taken(newcomer.number, slot, 2)
     play([first, newcomer], [0.1, 0.1])
     assert late._board.newcomers() == {} and not [key for key in store.list_keys() if "/anchor/" in key]
+
+
+@pytest.mark.parametrize("deleted", range(WINDOW + 2))
+def test_what_is_left_by_one_that_dies_as_it_deletes_an_anchor_is_deleted(store, deleted):
+    """It deleted first the key that says whether something is there: up to 32 MiB stayed for ever."""
+    newcomer = Launch(store)
+    board = Board(store)
+    board.say_taken(newcomer.number, 0, 0)
+    board.ship(
+        newcomer.number, 0, torch.ones(WINDOW, 1, dtype=torch.uint8), Shipment(2, newcomer.position, WINDOW)
+    )
+    calls = iter(range(deleted))
+    board._delete = wrapped(board._delete, before=lambda *_: next(calls))
+    with pytest.raises(StopIteration):
+        board.end_shipment(newcomer.number, 0)
+    own = newcomer.slots[0]
+    handover.AnchorReceiver(own._board, own._launch, newcomer.number, 0, SLOTS, own._wait).end()
+    assert not [key for key in store.list_keys() if "/anchor/" in key]
 
 
 @pytest.mark.parametrize("says", [-1, None])
@@ -574,7 +616,7 @@ def test_an_anchor_that_makes_progress_is_not_given_up(store, is_lost, clock, mo
 
         monkeypatch.setattr(handover.AnchorReceiver, "_sent", loses_slot_1)
     newcomer.wait_for_anchor()
-    hand_over_until(first, newcomer.waits[0].done)
+    hand_over_until(first, newcomer.slots[0]._launch.count_caught_up)
     chunks = 2 * 4 * NUMEL // 4000  # of a slot
     if not is_lost:
         newcomer.take_anchor(first)
@@ -584,7 +626,7 @@ def test_an_anchor_that_makes_progress_is_not_given_up(store, is_lost, clock, mo
     while not newcomer.waits[1].done():
         clock.now += 400.0
         hand_over_until(first, lambda: True)
-    assert "part 0 of an anchor did not come within 360 s" in str(newcomer.waits[1].exception())
+    assert "did not come within 360 s" in str(newcomer.waits[1].exception())
     assert len(ships) == chunks + WINDOW
     for _ in range(20):
         play([first], [0.1])
@@ -657,6 +699,69 @@ def test_of_newcomers_whose_others_are_gone_one_goes_on_and_hands_over_to_the_re
         look()
     assert [each._launch.alone() for each in firsts] == [1, None]
     assert firsts[0]._board.head() == Position(1, "early")
+
+
+def test_a_newcomer_that_has_died_is_forgotten_when_its_anchor_is_deleted(store):
+    """One that was killed between both left up to 32 MiB for each rank, of which nobody knew."""
+    launch, second = Launch(store), Launch(store)
+    board = Board(store)
+    board.ask_for_anchor(7)
+    board.give_anchor(7, -KEPT_ROUNDS, 8)
+    for slot in range(SLOTS):
+        board.ship(7, slot, [torch.zeros(8, dtype=torch.uint8)], Shipment(2, launch.position, 1))
+    launch.slots[0]._board.end_shipment = mock.Mock(side_effect=RuntimeError("killed here"))
+    with pytest.raises(RuntimeError, match="killed here"):
+        launch.slots[0].idle()
+    second.slots[0].idle()
+    assert board.newcomers() == {} and not [key for key in store.list_keys() if "/anchor/" in key]
+
+
+def test_all_slots_of_a_newcomer_have_the_anchor_of_others_or_its_own(store, clock):
+    """Rank 0 of the replica that handed over was gone: the newcomer's rank 1 had the weights of the others,
+    and its rank 0 went on with its own."""
+    first, newcomer = Launch(store), newcomer_to(store)
+    first.slots[0]._board.give_anchor(newcomer.number, 0, first.number)
+    first.slots[0]._launch.set_handed({newcomer.number: 0})
+    while not all(future.done() for future in newcomer.waits):
+        clock.now += 5.0
+        first.slots[1].idle()
+        newcomer.slots[0].ended.wait(0.01)
+    assert {future.result() for future in newcomer.waits} == {(None, Position(0, "own"))}
+    while first.slots[1]._sender._uploads:
+        clock.now += 5.0
+        first.slots[1].idle()
+    assert not [key for key in store.list_keys() if "/anchor/" in key]
+
+
+def test_a_newcomer_of_which_a_slot_lacks_its_part_hands_nothing_over(store, clock):
+    """Rank 0 of each newcomer had the anchor, and gave it to the next one; nobody had the part of rank 1.
+    They waited 330 s, asked again, and got it from each other, for ever."""
+    first, newcomer = Launch(store), newcomer_to(store)
+    while not newcomer.slots[0]._launch.count_caught_up():
+        clock.now += handover.LOOK_S
+        first.slots[0].idle()
+    while not all(future.done() for future in newcomer.waits):
+        clock.now += 5.0
+        newcomer.slots[0].ended.wait(0.01)
+    assert all("did not come within 360 s" in refusal(future.result) for future in newcomer.waits)
+    assert not newcomer.slots[0]._sender.has_anchor
+
+
+def test_an_anchor_that_is_deleted_as_it_comes_fails_like_a_store(store):
+    """It was looked for, then read: an AssertionError ended training if it had been deleted in between."""
+    board = Launch(store).slots[0]._board
+    board.ship(2, 0, [torch.zeros(8, dtype=torch.uint8)], Shipment(2, Position(0, "first"), 1))
+
+    def wait(ready, what):
+        found = ready()
+        board.end_shipment(2, 0)
+        if found is None:
+            raise CompressionError(what)
+        return found
+
+    launch = Launch(store).slots[0]._launch
+    take = handover.AnchorReceiver(board, launch, 2, 0, SLOTS, wait)._take
+    assert refusal(take, 2, "own") == "part 0 of an anchor"
 
 
 @pytest.mark.parametrize("harm", ["a byte", "no packet"])
@@ -872,6 +977,33 @@ def test_one_that_was_stopped_in_a_round_of_long_ago_leaves_at_once(store, where
     for slot in stopped.slots:
         slot.idle()  # as its thread does until training looks at the result
     assert not [key for key in store.list_keys() if key.startswith(f"{PREFIX}1/")]
+
+
+def test_a_round_that_one_that_was_stopped_decides_again_changes_no_anchor(store):
+    """It had looked for the outcome, was stopped, and wrote one when the round was deleted. A rank that read
+    it had another anchor from then on than the other ranks of its launch, which had read the first one."""
+    first, late = Launch(store), Launch(store, announces=False)
+    for _ in range(1 + KEPT_ROUNDS):
+        play([first], [0.1])
+    late.slots[0]._board.decide_outcome(0, [])
+    for slot in late.slots:
+        slot._open_round = lambda *_: 0  # which was open
+    for future in late.start(0.1):
+        assert "round 0 was long ago; a new anchor is needed" in str(future.exception(PATIENCE))
+    assert not [key for key in store.list_keys() if key.startswith(f"{PREFIX}0/packet")]
+
+
+def test_a_packet_that_comes_as_its_round_is_deleted_is_deleted(store):
+    """Who deleted the round had read who sends packets before this one was named: it stayed for ever."""
+    first, late = Launch(store), Launch(store, announces=False)
+    for _ in range(KEPT_ROUNDS):
+        play([first], [0.1])
+    for number, slot in enumerate(late.slots):
+        slot._open_round = lambda *_: 0
+        delete = functools.partial(slot._board._delete, f"0/senders/{number}")
+        slot._board.put_packet = wrapped(slot._board.put_packet, after=lambda *_, delete=delete: delete())
+    assert not late.finish(late.start(0.1))[0].is_member
+    assert not [key for key in store.list_keys() if key.endswith(f"/{late.number}")]
 
 
 def test_who_reads_a_key_that_another_replica_deletes_goes_on(store):
