@@ -8,6 +8,7 @@ DeepSpeed all-reduces it in full after the last backward pass of each step: [voc
 model far more than all messages of the step. Copies stay equal, as all decode the same packets.
 """
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -118,9 +119,11 @@ class TiedTraffic(GradientTraffic):
 
 def reduce_tied_gradients(engine: Any) -> None:
     """Run instead of DeepSpeed's all-reduce of the gradients of tied weights."""
-    session = engine.ds_compress
+    session, profiler = engine.ds_compress, engine.ds_compress.depth.profiler
     if session.tied is None or not session.tied.all_reduce():
-        session.path.original[schedule.ReduceTiedGrads](engine)
+        is_timed = profiler is not None and session.tied is not None
+        with profiler.timed("tied", 0) if is_timed else contextlib.nullcontext():
+            session.path.original[schedule.ReduceTiedGrads](engine)
 
 
 def connect_copies(engine: Any, stage: Stage, original: Mapping[type, Any]) -> tuple[TiedTraffic | None, str]:

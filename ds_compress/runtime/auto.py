@@ -10,10 +10,14 @@ within the error budget. It holds from the next step on; checkpoints contain it.
 import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
+import torch
+
+from ds_compress.codec import Codec, TensorSpec
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.config.recipes import LIMITS, Quality, with_changes
 from ds_compress.message.clock import HostClock, clock_for
@@ -154,6 +158,8 @@ class AutoController(DepthController):
             self._give_up(engine, "this program runs passes of a stage by functions that are not measured")
             return None
         found = profile_cluster(rows, engine.micro_batches, self.now, self._link.memory_gb, engine.device)
+        workload = _with_compressed_ties(found.workload, rows, self._config.tied_codec)
+        found = replace(found, workload=workload)
         evaluations = [
             [_evaluation(candidate, before, after) for candidate in self._candidates]
             for before, after in pairwise(by_stage(rows))
@@ -189,6 +195,16 @@ class AutoController(DepthController):
         made = combine(evaluations, found.networks, limits, **link)
         allowed = [recipe for recipe in made if recipe.is_within(limits)]
         return rank(found.workload, found.networks, [uncompressed_recipe(forward, backward), *allowed])
+
+
+def _with_compressed_ties(workload: Workload, rows: Sequence[Row], codec: Codec | None) -> Workload:
+    """Return the workload of steps after the choice, in which gradients of tied weights are compressed."""
+    exact = min((row["tied"] for row in rows if row["tied"]), default=0.0)  # others wait for the last one
+    if codec is None or not exact:
+        return workload
+    spec = TensorSpec((2**20,), torch.float32)
+    saved = 1 - sum(TensorSpec(*part).nbytes for part in codec.layout(spec)) / spec.nbytes
+    return replace(workload, per_step=max(0.0, workload.per_step - saved * exact))
 
 
 def _evaluation(candidate: Candidate, before: Sequence[Row], after: Sequence[Row]) -> Evaluation:

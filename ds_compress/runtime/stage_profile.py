@@ -37,6 +37,7 @@ COLUMNS = (
     "forward lower",  # quartile of the seconds
     "forward upper",
     "step",  # seconds of a step after the last pass
+    "tied",  # of which exact gradients of tied weights take, where they are compressed later
     "activations",  # bytes held between the passes of a micro-batch; nan: unknown
     "spare",  # bytes
     *(f"{what} {direction}" for direction in DIRECTIONS for what in ("bytes", "encode", "decode")),
@@ -86,7 +87,7 @@ class StageProfiler:
 
     @contextmanager
     def timed(self, name: str, buffer_id: int) -> Iterator[None]:
-        """Measure a `forward` or `backward` pass of the batch."""
+        """Measure a `forward` or `backward` pass of the batch, or what follows, such as `tied`."""
         if name == "backward":
             self._memory_use = None
         start = self._clock.mark()

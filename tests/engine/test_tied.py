@@ -14,8 +14,11 @@ from torch import nn
 import ds_compress
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError
+from ds_compress.runtime import stage_profile
+from ds_compress.runtime.stage_profile import StageProfiler
+from ds_compress.transport.probe import LinkMeasurement
 from tests.replicas.test_checkpoints import resume, train_and_save
-from tests.support.pipeline import Block, build, ds_config, log_lines, printed_lines
+from tests.support.pipeline import Block, batches, build, ds_config, log_lines, printed_lines
 from tests.support.ranks import run_ranks
 from tests.support.replicas import KINDS as ALL_KINDS
 from tests.support.replicas import WIDE, Projection, tied_layers, train_replicas, train_steps, wide_layers
@@ -125,6 +128,25 @@ def test_recipe_auto_leaves_them_exact_until_its_choice():
         for block in (None, {"recipe": "auto", "quality": "lossless", **TIED}, {**TIED, "warmup_steps": 3})
     )
     assert auto == pasted and all(each[:3] == own[:3] for each, own in zip(auto, stock)) and auto != stock
+
+
+def choose_beside_a_large_weight():
+    """Settings that auto chooses on a slow link where the sum of exact gradients takes most of a step."""
+    stage_profile.probe = lambda *_: LinkMeasurement(incoming=1e4, latency=0.01)
+    measure = StageProfiler.row
+    StageProfiler.row = lambda own: {**(row := measure(own)), "step": 1e3, "tied": 1e3 * bool(row["tied"])}
+    block = {"recipe": "auto", "quality": "balanced", "min_numel": 0, "guard": {"every": 0}}
+    engine = build(2, ds_config(block), tied_layers())
+    data = batches(shape=(8, WIDE))
+    for _ in range(3):
+        engine.train_batch(data)
+    return engine.ds_compress.config.adopted
+
+
+def test_recipe_auto_counts_them_as_they_will_be_sent():
+    """What their exact sum takes hid what messages take: these stayed uncompressed beside an embedding."""
+    first, second = run_ranks(2, choose_beside_a_large_weight)
+    assert first == second and "none" not in [each["codec"] for each in first["0"].values()]
 
 
 @pytest.mark.parametrize("kind, specs, replicas", CASES)
