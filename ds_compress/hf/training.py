@@ -66,7 +66,8 @@ class FinetuneRun:
         if wandb := settings.ds_config.get("wandb"):
             # DeepSpeed takes a run that there is; if its own does not begin, other ranks wait for this one
             with raised_on_all_ranks(), failures_at(f"{NAME}.ds_config.wandb"):
-                WandbMonitor(WandbConfig(**wandb))
+                if (asked := WandbConfig(**wandb)).enabled:  # else it need not be installed
+                    WandbMonitor(asked)
         with failures_at(f"{NAME}.ds_config"):
             self.engine, *_ = deepspeed.initialize(
                 model=module,

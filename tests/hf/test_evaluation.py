@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 
 import pytest
 import torch
@@ -120,6 +121,13 @@ def test_wandb_without_a_login_is_said_on_every_rank(tmp_path, monkeypatch):
     first, second = run_ranks(2, lambda: refusal(FinetuneRun, read_settings(path)))
     assert first.startswith("train.json.ds_config.wandb: UsageError: No API key configured.")
     assert second == f"{first} [rank 0]"
+
+
+def test_wandb_that_is_off_need_not_be_installed(tmp_path, monkeypatch):
+    """A config with `"wandb": {"enabled": false}` ended with "No module named 'wandb'"."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    path = prepare(tmp_path, ds_config={**DS_CONFIG, "ds_compress": BLOCK, "wandb": {"enabled": False}})
+    run_ranks(2, run, path, 1)
 
 
 def test_a_warmup_may_be_a_share_of_the_steps():
