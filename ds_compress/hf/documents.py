@@ -83,11 +83,11 @@ def _tokenize_record(record: dict[str, Any], tokenizer: Any, begin: list[int]) -
     if messages:
         return _tokenize_conversation(messages, tokenizer)
     if isinstance(text, str):
-        ids = begin + _encode(tokenizer, text) + _end_of_text(tokenizer)
+        ids = _begun(_encode(tokenizer, text), begin) + _end_of_text(tokenizer)
         return [Document(ids, ids)]
     if isinstance(prompt, str) and isinstance(completion, str):
         learned = _encode(tokenizer, completion) + _end_of_text(tokenizer)
-        ignored = begin + _encode(tokenizer, prompt)
+        ignored = _begun(_encode(tokenizer, prompt), begin)
         return [Document(ignored + learned, [IGNORED] * len(ignored) + learned)]
     wrong = next((key for key in reversed(KEYS) if key in record and not isinstance(record[key], str)), None)
     if wrong:
@@ -105,6 +105,11 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 def _begin_of_text(tokenizer: Any) -> list[int]:
     begin = [tokenizer.bos_token_id]  # some tokenizers have one that they put nowhere
     return begin if tokenizer("a")["input_ids"][:1] == begin else []
+
+
+def _begun(ids: list[int], begin: list[int]) -> list[int]:
+    """Let a text begin with `begin`, once: what a chat template has written does already."""
+    return ids if ids[:1] == begin else begin + ids
 
 
 def _end_of_text(tokenizer: Any) -> list[int]:

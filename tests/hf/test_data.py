@@ -97,6 +97,17 @@ def test_a_text_begins_as_the_tokenizer_begins_it():
     assert begins() == ["<s>", "<s>", "<user>"]  # the template writes what a conversation begins with
 
 
+def test_a_text_that_its_record_begins_so_begins_once():
+    """Conversations that a template of Llama 3 had written, as "text", began twice."""
+    known = tokenizer()
+    known.add_special_tokens({"bos_token": "<s>"})
+    added = ("<s>", known.bos_token_id)
+    known.backend_tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[added])
+    records = [{"text": "<s> the cat"}, {"prompt": "<s> the cat", "completion": "sees"}]
+    for document in tokenize(records, known, "data.train"):
+        assert known.decode(document.ids).count("<s>") == 1
+
+
 def said(*content):
     return {"messages": [{"role": "user", "content": each} for each in content]}
 
