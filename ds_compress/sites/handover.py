@@ -60,12 +60,12 @@ class AnchorSender:
         """Let newcomers have `anchor` from now on."""
         self._held = anchor, position
 
-    def hand_over(self, replica: int, kept_rounds: int) -> None:
+    def hand_over(self, replica: int, kept_rounds: float) -> None:
         """Let newcomers that wait have the anchor, if this is slot 0; other slots are not ahead of it.
 
         Args:
             replica: number of this one.
-            kept_rounds: rounds for which packets are in the store.
+            kept_rounds: for which packets are in the store; inf: not known yet.
         """
         if self._slot or self._held is None:
             return

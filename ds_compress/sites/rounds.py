@@ -23,6 +23,7 @@ here the store takes the place of the lighthouse.
 import functools
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -120,7 +121,7 @@ class Rounds:
         self._moved_chunks = 0
         self._voting: int | None = None  # the round in which others wait for the vote of this replica
         self._silent = -1, set[int]()  # a round, and candidates that were silent for the grace time in it
-        self._kept_rounds = KEPT_ROUNDS
+        self._kept_rounds = math.inf  # until its first round: another newcomer may need all
         self._round_bytes = 0  # of this slot's packets in the last round, which may differ in size
         self._sender = AnchorSender(self._board, self._launch, slot, slots, self._limit)
         self._receiver: AnchorReceiver | None = None  # of a newcomer until it is a member
@@ -219,8 +220,10 @@ class Rounds:
         if not is_agreed:  # one that had been stopped decided it again after others had deleted it
             raise _too_late(number)
         # packets of a round may be kept for as long as a newcomer needs for its anchor
-        if self._round_bytes:  # of a void round nothing is known
+        if self._round_bytes:
             self._kept_rounds = max(KEPT_ROUNDS, KEPT_BYTES * codec.numel // self._round_bytes)
+        elif math.isinf(self._kept_rounds):  # of a void round nothing is known
+            self._kept_rounds = KEPT_ROUNDS
         if is_member:
             base = sent
             if self._receiver is not None:

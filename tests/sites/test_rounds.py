@@ -272,6 +272,27 @@ def test_the_anchor_for_a_newcomer_outlasts_short_rounds(store):
     assert first.slots[0]._board.newcomers() == {}
 
 
+def test_a_newcomer_outlasts_a_third_replica_that_begins(store):
+    """It knew no sizes of packets yet, took the newcomer for dead three rounds later, deleted its anchor and
+    the rounds that it needed."""
+    first = Launch(store)
+    play([first], [0.1])
+    newcomer = newcomer_to(store)
+    for _ in range(4):
+        play([first], [0.1])
+    assert str(newcomer.number) in first.slots[0]._board.newcomers()
+    third = newcomer_to(store)
+    third.take_anchor(first)
+    play([first, third], [0.1, 0.1])
+    newcomer.take_anchor(first)
+    own, others = newcomer.start(0.1), [each.start(0.1) for each in (first, third)]
+    first.finish(others[0])
+    third.finish(others[1])
+    newcomer.finish(own)
+    play([first, third, newcomer], [0.1, 0.1, 0.1])
+    assert_alike([first, third, newcomer])
+
+
 def hand_over_until(giver, is_done):
     """Let a replica be idle, as its thread does between two exchanges."""
 
@@ -709,6 +730,8 @@ def test_a_newcomer_that_has_died_is_forgotten_when_its_anchor_is_deleted(store)
     board.give_anchor(7, -KEPT_ROUNDS, 8)
     for slot in range(SLOTS):
         board.ship(7, slot, [torch.zeros(8, dtype=torch.uint8)], Shipment(2, launch.position, 1))
+    for each in (launch, second):  # as after a round
+        each.slots[0]._kept_rounds = KEPT_ROUNDS
     launch.slots[0]._board.end_shipment = mock.Mock(side_effect=RuntimeError("killed here"))
     with pytest.raises(RuntimeError, match="killed here"):
         launch.slots[0].idle()
