@@ -84,7 +84,8 @@ def _telling_if_it_fails(method: Callable[..., Found]) -> Callable[..., Found]:
         try:
             return method(self, *args)
         except Exception as error:
-            self._launch.say_failed(self._slot, in_one_line(error))
+            if not self.ended.is_set():  # else all leave, and the store of the launch may be gone
+                self._launch.say_failed(self._slot, in_one_line(error))
             raise
 
     return call
