@@ -158,7 +158,8 @@ def _messages(spec: TensorSpec) -> tuple[ByMicroBatch, ByMicroBatch]:
 def measure(codec: Codec, x: Tensor) -> dict[str, Any]:
     """Measure one row of the benchmark; times are medians, bytes are those of the payload.
 
-    A backward codec that depends on the forward one is measured beside a forward codec that it can use."""
+    A backward codec that depends on the forward one is measured beside a forward codec that it can use.
+    """
     if isinstance(codec, FollowsForward):
         codec = codec.paired_with(codec.forward_partner() or build({"name": "none"}))
     spec = TensorSpec.of(x)

@@ -121,8 +121,7 @@ def reduce_tied_gradients(engine: Any) -> None:
     """Run instead of DeepSpeed's all-reduce of the gradients of tied weights."""
     session, profiler = engine.ds_compress, engine.ds_compress.depth.profiler
     if session.tied is None or not session.tied.all_reduce():
-        is_timed = profiler is not None and session.tied is not None
-        with profiler.timed("tied", 0) if is_timed else contextlib.nullcontext():
+        with profiler.timed("tied", 0) if profiler else contextlib.nullcontext():
             session.path.original[schedule.ReduceTiedGrads](engine)
 
 

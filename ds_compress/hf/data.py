@@ -201,7 +201,8 @@ def _load(settings: Settings, source: str, tokenizer: Any) -> tuple[Rows, list[n
             with failures_at(f"{NAME}.out: {cache} cannot be written"):
                 cache.parent.mkdir(parents=True, exist_ok=True)
                 with tempfile.TemporaryDirectory(dir=cache.parent) as own:
-                    np.save(part := Path(own, cache.name), array)
+                    part = Path(own, cache.name)
+                    np.save(part, array)
                     part.rename(cache)
     with failures_at(f"{NAME}.out: {caches[0].parent}: damaged, remove this folder"):
         tokens, bounds = (np.load(cache, mmap_mode="r") for cache in caches)

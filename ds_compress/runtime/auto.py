@@ -158,8 +158,7 @@ class AutoController(DepthController):
             self._give_up(engine, "this program runs passes of a stage by functions that are not measured")
             return None
         found = profile_cluster(rows, engine.micro_batches, self.now, self._link.memory_gb, engine.device)
-        workload = _with_compressed_ties(found.workload, rows, self._config.tied_codec)
-        found = replace(found, workload=workload)
+        found = replace(found, workload=_with_tied_codec(found.workload, rows, self._config.tied_codec))
         evaluations = [
             [_evaluation(candidate, before, after) for candidate in self._candidates]
             for before, after in pairwise(by_stage(rows))
@@ -197,8 +196,10 @@ class AutoController(DepthController):
         return rank(found.workload, found.networks, [uncompressed_recipe(forward, backward), *allowed])
 
 
-def _with_compressed_ties(workload: Workload, rows: Sequence[Row], codec: Codec | None) -> Workload:
-    """Return the workload of steps after the choice, in which gradients of tied weights are compressed."""
+def _with_tied_codec(workload: Workload, rows: Sequence[Row], codec: Codec | None) -> Workload:
+    """Return the workload of steps after the choice: of fp32, tied gradients take the codec's share of bytes
+    and of time. What the codec itself takes does not count.
+    """
     exact = min((row["tied"] for row in rows if row["tied"]), default=0.0)  # others wait for the last one
     if codec is None or not exact:
         return workload

@@ -37,7 +37,7 @@ COLUMNS = (
     "forward lower",  # quartile of the seconds
     "forward upper",
     "step",  # seconds of a step after the last pass
-    "tied",  # of which exact gradients of tied weights take, where they are compressed later
+    "tied",  # of these, DeepSpeed's all-reduce of tied gradients
     "activations",  # bytes held between the passes of a micro-batch; nan: unknown
     "spare",  # bytes
     *(f"{what} {direction}" for direction in DIRECTIONS for what in ("bytes", "encode", "decode")),

@@ -393,7 +393,7 @@ class LaunchBoard(Keys):
         self._set("alone", str(number))
 
     def alone(self) -> int | None:
-        """Return the round in which this newcomer goes on alone, -1 if it does not, None until it is said."""
+        """Return the round from which this newcomer trains alone; -1: it takes an anchor; None: undecided."""
         text = self._read("alone")
         return None if text is None else parse(text, int)
 

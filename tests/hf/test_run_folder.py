@@ -77,7 +77,7 @@ def test_a_machine_that_lost_its_checkpoint_is_named_on_every_rank(trained, tmp_
 
 
 def finetune_alone(path, steps):
-    """What is said on this rank, which ends as a process does: the others may wait for it."""
+    """Train, and exit with the error on this rank alone: the other one then waits for it, as in a launch."""
     try:
         finetune(path, steps)
     except CompressionError as error:
