@@ -282,6 +282,11 @@ def build(choice: object, path: str = "codec") -> Codec:
     return CODECS.build(choice, path)
 
 
+def bytes_of(layout: Layout) -> int:
+    """Return the bytes of all parts of `layout`, without a header."""
+    return sum(TensorSpec(*part).nbytes for part in layout)
+
+
 def fill(destinations: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
     """Copy payload tensors to `destinations`, unless they are there already.
 

@@ -13,7 +13,7 @@ from ds_compress.autoload import near_misses
 from ds_compress.cli.arguments import DTYPES, add_import, add_message, integer, number
 from ds_compress.cli.bench import measure_boundary
 from ds_compress.cli.console import importing_deepspeed, show
-from ds_compress.codec import CODECS, TensorSpec
+from ds_compress.codec import CODECS, TensorSpec, bytes_of
 from ds_compress.codecs.lowrank import LowRank
 from ds_compress.codecs.mixins import layers
 from ds_compress.config import DIRECTIONS, KEY, Config
@@ -137,8 +137,7 @@ def replica_sizes(
         packet = PacketLayout(used.layout(spec), "").nbytes if used is not None else 0
         wire_bytes = (replicas - 1) * compressed_ways * packet if used is not None else raw_bytes
         if used is not None and any(layers(used, LowRank)):  # no packets, but a ring's all-reduce of factors
-            factors = used.layout(TensorSpec((width, width), torch.float32))
-            share = sum(TensorSpec(*factor).nbytes for factor in factors) / width**2
+            share = bytes_of(used.layout(TensorSpec((width, width), torch.float32))) / width**2
             wire_bytes = round(2 * (replicas - 1) * parameters * share / replicas)
         sizes = raw_bytes, wire_bytes, wire_bytes
         rows.append(_row("replicas", what, used or UNCOMPRESSED[0], sizes, parameters))

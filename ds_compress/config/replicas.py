@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 
-from ds_compress.codec import CODECS, Codec, TensorSpec
+from ds_compress.codec import CODECS, Codec, TensorSpec, bytes_of
 from ds_compress.codecs.lowrank import LowRank
 from ds_compress.codecs.mixins import FollowsForward, Stateful, VariableSizePayload, layers
 from ds_compress.errors import CompressionError, errors_at
@@ -179,7 +179,7 @@ def check_size(codec: Codec, dtype: torch.dtype, path: str, between: str = "repl
     if isinstance(codec, LowRank) or any(layers(codec, LowRank)):  # sends factors of matrices, no slices
         return
     spec = TensorSpec((LARGE,), torch.float32)
-    sent, raw = sum(TensorSpec(*part).nbytes for part in codec.layout(spec)), LARGE * dtype.itemsize
+    sent, raw = bytes_of(codec.layout(spec)), LARGE * dtype.itemsize
     if sent > raw:
         raise CompressionError(
             f"{path}.codec: {codec} is not allowed between {between}: it sends {8 * sent / LARGE:.3g} bits "

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ds_compress.codec import Codec, TensorSpec
+from ds_compress.codec import Codec, TensorSpec, bytes_of
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.config.recipes import LIMITS, Quality, with_changes
 from ds_compress.message.clock import HostClock, clock_for
@@ -204,7 +204,7 @@ def _with_tied_codec(workload: Workload, rows: Sequence[Row], codec: Codec | Non
     if codec is None or not exact:
         return workload
     spec = TensorSpec((2**20,), torch.float32)
-    saved = 1 - sum(TensorSpec(*part).nbytes for part in codec.layout(spec)) / spec.nbytes
+    saved = 1 - bytes_of(codec.layout(spec)) / spec.nbytes
     return replace(workload, per_step=max(0.0, workload.per_step - saved * exact))
 
 

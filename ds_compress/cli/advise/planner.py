@@ -16,7 +16,7 @@ from ds_compress.cli.advise.from_args import evaluate_from_args, message_spec
 from ds_compress.cli.arguments import DTYPES
 from ds_compress.cli.check import read_block
 from ds_compress.cli.console import importing_deepspeed
-from ds_compress.codec import TensorSpec
+from ds_compress.codec import TensorSpec, bytes_of
 from ds_compress.config import KEY, Config
 from ds_compress.config.recipes import ErrorLimits, recipe
 from ds_compress.errors import CompressionError, errors_at
@@ -85,7 +85,7 @@ def exchanged_bytes(block: dict[str, Any], values: int, itemsize: int) -> int:
     if codec is None:
         return itemsize * values
     half = TensorSpec((slice_numel(values, 2),), torch.float32)
-    return 2 * sum(TensorSpec(*part).nbytes for part in codec.layout(half))
+    return 2 * bytes_of(codec.layout(half))
 
 
 def _budgets(

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from ds_compress.codec import CODECS, TYPICAL, Codec, TensorSpec
+from ds_compress.codec import CODECS, TYPICAL, Codec, bytes_of
 from ds_compress.config.block import DIRECTIONS, KEY
 from ds_compress.config.codec_settings import CodecSettings
 from ds_compress.config.policies.base import LadderOptions, Policy, format_rung
@@ -76,7 +76,7 @@ def _refuse_unknown(name: str, rung: dict[str, Any], path: str, place: str) -> N
 
 def _check_order(codecs: list[Codec], rungs: list[dict[str, Any]], path: str) -> None:
     """Refuse a rung that sends more bytes than the one before it."""
-    sizes = [sum(TensorSpec(*part).nbytes for part in codec.layout(TYPICAL)) for codec in codecs]
+    sizes = [bytes_of(codec.layout(TYPICAL)) for codec in codecs]
     for place, (milder, stronger) in enumerate(itertools.pairwise(sizes)):
         if stronger > milder:
             raise CompressionError(
