@@ -1,5 +1,6 @@
 """Documents as token ids and labels, from text, records and conversations."""
 
+import glob
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -44,7 +45,7 @@ def read_records(source: str, data: Data) -> Iterable[dict[str, Any]]:
         from datasets import load_dataset
 
         if path.suffix in LOADERS:
-            return load_dataset(LOADERS[path.suffix], data_files=str(path), split="train")
+            return load_dataset(LOADERS[path.suffix], data_files=glob.escape(str(path)), split="train")
         return load_dataset(source, split=data.split)
     except Exception as error:  # each reader, and the network, has its own
         reason = in_one_line(error.__cause__ or error)  # an error of `datasets` names none

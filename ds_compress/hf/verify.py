@@ -5,6 +5,7 @@ layer to layer, or computes with a module that a part lacks, is refused rather t
 """
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from ds_compress.errors import CompressionError, errors_at, failures_at, in_one_line
+from ds_compress.errors import CompressionError, errors_at, failures_at, in_one_line, shown
 from ds_compress.hf.part import LINEAR, Part, add_adapters, causal_lm_loss, list_parts
 from ds_compress.hf.structure import ModelStructure, ModelTemplate, find_structure
 
@@ -113,6 +114,7 @@ def _add_adapters(whole: PreTrainedModel, parts: list[Part], lora: LoraConfig) -
     for part in parts:
         add_adapters(part, copy.deepcopy(random), seed=0)
         part.eval()
+    _check_names(lora.target_modules, whole)
     inject_adapter_in_model(random, whole.requires_grad_(False)).eval()
     adapters = {name: p.detach().clone() for part in parts for name, p in part.model.named_parameters()}
     lost = {name for name, p in whole.named_parameters() if p.requires_grad} - adapters.keys()
@@ -122,6 +124,20 @@ def _add_adapters(whole: PreTrainedModel, parts: list[Part], lora: LoraConfig) -
             f"lora: {modules}: is not trained in a pipeline, only linear modules are; leave it out"
         )
     whole.load_state_dict(adapters, strict=False)
+
+
+def _check_names(targets: Iterable[str] | None, whole: PreTrainedModel) -> None:
+    """Refuse names that no module has: peft minds only if it finds none of them."""
+    if targets is None or isinstance(targets, str):  # a pattern, or "all-linear"
+        return
+    modules = dict(whole.named_modules())
+    unknown = [own for own in sorted(targets) if not any(f".{name}".endswith(f".{own}") for name in modules)]
+    if unknown:
+        linear = {name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, LINEAR)}
+        raise CompressionError(
+            f"lora.target_modules: {shown(unknown)}: no module of {type(whole).__name__} is called that; its "
+            f"linear ones are: {', '.join(sorted(linear))}"
+        )
 
 
 def _check_adapters_run(whole: PreTrainedModel, inputs: dict[str, Tensor]) -> None:

@@ -1,6 +1,7 @@
 """Documents become sequences: nothing twice, nothing learned that should not be, in an order of its own."""
 
 import itertools
+import json
 import re
 import time
 from collections import Counter
@@ -68,6 +69,15 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     settings = read_settings(prepare(tmp_path))
     file = tmp_path / "marked.txt"
     file.write_text("the cat", encoding="utf-8-sig")
+    assert list(read_records(str(file), settings.data)) == [{"text": "the cat"}]
+
+
+def test_a_path_with_brackets_is_a_path(tmp_path):
+    """`datasets` took it for a pattern, and found no file."""
+    settings = read_settings(prepare(tmp_path))
+    file = tmp_path / "run[1]" / "data.jsonl"
+    file.parent.mkdir()
+    file.write_text(json.dumps({"text": "the cat"}))
     assert list(read_records(str(file), settings.data)) == [{"text": "the cat"}]
 
 

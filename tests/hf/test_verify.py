@@ -141,6 +141,16 @@ def test_an_embedding_to_adapt_is_named():
     assert refused(config("Llama"), lora=LoraConfig(target_modules=["q_proj", "embed_tokens"])) == said
 
 
+def test_a_name_that_no_module_has_is_refused_beside_others():
+    """It was left out in silence, so half of the adapters were never trained."""
+    said = refused(config("Llama"), lora=LoraConfig(target_modules=["q_proj", "self_attn.v_porj"]))
+    assert said == (
+        "lora.target_modules: ['self_attn.v_porj']: no module of LlamaForCausalLM is called that; its linear "
+        "ones are: down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
+    )
+    verify_parts(config("Llama"), False, LoraConfig(target_modules=["q_proj", "self_attn.v_proj"]))
+
+
 def test_experts_in_groups_are_checked():
     """DeepSeek-V3 was checked without experts, which follow three dense layers; V2, with one, was refused."""
     given = config("DeepSeek-V3")
