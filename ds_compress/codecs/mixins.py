@@ -6,7 +6,6 @@
     Selects                   keeps some entries, which the gradient can reuse      topk, randomk
     FollowsForward            depends on the forward message                        topk, entropy
     VariableSizePayload       sends a payload whose size depends on the data        lossless
-    FusesFeedback             does a feedback's steps in the same pass              quantize
 
 Callers ask with `isinstance`, or with `layers` where a feedback may wrap the codec.
 """
@@ -18,7 +17,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, Layout, Parts, TensorSpec
+from ds_compress.codec import Codec, Context, Layout, TensorSpec
 from ds_compress.errors import CompressionError
 
 Kind = TypeVar("Kind")
@@ -142,56 +141,3 @@ class VariableSizePayload(ABC):
     def largest_extra_payload(self, spec: TensorSpec) -> Layout:
         """Return the largest `extra_payload` of any message, first visits and the like included."""
         return self.planned_extra_payload(spec)
-
-
-class FusesFeedback(ABC):
-    """Does the steps of a feedback in the codec's own passes over the memory.
-
-    Results equal those of the separate steps, except for values that are not finite: a group of values that
-    holds one keeps its state, other groups do not.
-
-    Args of all methods:
-        state: what the feedback stores for x's shape: one tensor, or int8 codes and their scales; finite.
-            It may be overwritten and returned.
-        out: see `Codec.supports_out`.
-
-    All methods return None and leave `state` alone if they have no such pass for the message; that depends
-    on options, shape and dtypes alone. Loss scales are those of `ctx`.
-    """
-
-    @abstractmethod
-    def encode_with_residual(
-        self,
-        x: Tensor,
-        state: Parts,
-        residual_decay: float,
-        error_weight: float,
-        ctx: Context,
-        out: Parts | None = None,
-    ) -> tuple[Parts, Parts] | None:
-        """Encode x + ctx.loss_scale * state, or x alone where that sum is not finite.
-
-        Returns:
-            The payload and the next state, residual_decay * state + error_weight * lost / ctx.loss_scale.
-            `lost` is the part of the sum that the receiver will not get.
-        """
-
-    @abstractmethod
-    def encode_change(
-        self, x: Tensor, state: Tensor, ctx: Context, out: Parts | None = None
-    ) -> tuple[Parts, Tensor] | None:
-        """Encode x - scale * state.
-
-        Returns:
-            The payload and the next state, state + sent / scale. `sent` is what the receiver will get.
-        """
-
-    @abstractmethod
-    def decode_change(
-        self, parts: tuple[Tensor, ...], state: Tensor, spec: TensorSpec, ctx: Context
-    ) -> tuple[Tensor, Tensor] | None:
-        """Decode the `parts` that `encode_change` made.
-
-        Returns:
-            Scale * next state in the shape and dtype of `spec`, and the next state.
-        """

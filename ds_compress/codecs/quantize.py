@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, Parts, Stability, TensorSpec, register
 from ds_compress.codecs import bounds
-from ds_compress.codecs.mixins import FusesFeedback
 from ds_compress.codecs.shapes import (
     GroupSize,
     clear_rows,
@@ -34,8 +33,14 @@ _MADE = (torch.float32, torch.bfloat16)
 
 
 @register("quantize")
-class Quantize(Codec, FusesFeedback):
-    """Quantizes to 1-8 bits, with one scale for each group of values."""
+class Quantize(Codec):
+    """Quantizes to 1-8 bits, with one scale for each group of values.
+
+    It also does the steps of a feedback in its own passes over the memory. Results equal those of the
+    separate steps, except for values that are not finite: a group of values that holds one keeps its state,
+    other groups do not. The methods for that return None and leave the state alone if there is no such pass
+    for the message; this depends on options, shape and dtypes alone. Loss scales are those of `ctx`.
+    """
 
     examples = (
         {"bits": 8},
@@ -94,6 +99,17 @@ class Quantize(Codec, FusesFeedback):
         ctx: Context,
         out: Parts | None = None,
     ) -> tuple[Parts, Parts] | None:
+        """Encode x + ctx.loss_scale * state, or x alone where that sum is not finite.
+
+        Args:
+            state: what the feedback stores for x's shape: one tensor, or int8 codes and their scales; finite.
+                It may be overwritten and returned.
+            out: see `Codec.supports_out`.
+
+        Returns:
+            The payload and the next state, residual_decay * state + error_weight * lost / ctx.loss_scale.
+            `lost` is the part of the sum that the receiver will not get.
+        """
         groups = self._in_groups(x, *state)
         if groups is None:
             return None
@@ -116,6 +132,11 @@ class Quantize(Codec, FusesFeedback):
     def encode_change(
         self, x: Tensor, state: Tensor, ctx: Context, out: Parts | None = None
     ) -> tuple[Parts, Tensor] | None:
+        """Encode x - scale * state; `state` and `out` as for `encode_with_residual`.
+
+        Returns:
+            The payload and the next state, state + sent / scale. `sent` is what the receiver will get.
+        """
         groups = self._in_groups(x, state)
         if groups is None:
             return None
@@ -127,6 +148,11 @@ class Quantize(Codec, FusesFeedback):
     def decode_change(
         self, parts: tuple[Tensor, ...], state: Tensor, spec: TensorSpec, ctx: Context
     ) -> tuple[Tensor, Tensor] | None:
+        """Decode the `parts` that `encode_change` made.
+
+        Returns:
+            Scale * next state in the shape and dtype of `spec`, and the next state.
+        """
         if not self._fuses(spec.dtype):
             return None
         grid, backend = self._grid(ctx.seed), kernels(state.device)

@@ -5,8 +5,8 @@ boundary keeps and checkpoints. In evaluation every feedback is the plain codec.
 
 Two rules hold for all feedbacks. The sender's state follows from what the receiver decodes, computed by the
 receiver's own code. And a message that is not finite arrives as such and does not change the state; with
-`FusesFeedback` the same holds for each group of values. The device decides that; where both sides have state,
-it decides from the decoded message, so both sides decide alike.
+codec `quantize` the same holds for each group of values. The device decides that; where both sides have
+state, it decides from the decoded message, so both sides decide alike.
 """
 
 import math

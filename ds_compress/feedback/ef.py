@@ -7,7 +7,8 @@ from pydantic import Field
 from torch import Tensor
 
 from ds_compress.codec import Codec, Context, Parts, Stability, TensorSpec
-from ds_compress.codecs.mixins import FollowsForward, FusesFeedback
+from ds_compress.codecs.mixins import FollowsForward
+from ds_compress.codecs.quantize import Quantize
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.state import State, StatefulFeedback, StateOptions
 from ds_compress.kernels.backends import kernels
@@ -52,8 +53,7 @@ class ErrorFeedbackCodec(FeedbackCodec, StatefulFeedback):
         super().__init__(feedback, codec)
         self.state = State(feedback.name, "sender", feedback.options, feedback.options.dtype)
         self._reuses = codec if isinstance(codec, FollowsForward) else None
-        # a fused pass also counts as lost the entries that a codec with reused indices cannot send
-        self._fused = codec if isinstance(codec, FusesFeedback) and self._reuses is None else None
+        self._fused = codec if isinstance(codec, Quantize) else None
 
     def encode_training(self, x: Tensor, ctx: Context, out: Parts | None) -> Parts:
         spec = TensorSpec.of(x)
@@ -74,7 +74,8 @@ class ErrorFeedbackCodec(FeedbackCodec, StatefulFeedback):
 
     @property
     def weights(self) -> tuple[float, float]:
-        """Return the residual_decay and error_weight of the next residual; see `FusesFeedback`."""
+        """Return the residual_decay and error_weight of the next residual; see
+        `Quantize.encode_with_residual`."""
         return 0.0, self.feedback.options.decay
 
     def _encode_in_steps(
@@ -85,7 +86,7 @@ class ErrorFeedbackCodec(FeedbackCodec, StatefulFeedback):
         ctx: Context,
         out: Parts | None,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-        """Do the steps of `FusesFeedback.encode_with_residual` one by one, with the message as one group.
+        """Do the steps of `Quantize.encode_with_residual` one by one, with the message as one group.
 
         Returns:
             The payload, the next state, and whether to keep that (a bool of one element).

@@ -5,7 +5,8 @@ from typing import Literal
 from torch import Tensor
 
 from ds_compress.codec import Codec, Context, Parts, Stability, TensorSpec
-from ds_compress.codecs.mixins import FusesFeedback, ObservesWarmup
+from ds_compress.codecs.mixins import ObservesWarmup
+from ds_compress.codecs.quantize import Quantize
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.state import State, StatefulFeedback, StateOptions
 from ds_compress.kernels.backends import kernels
@@ -43,7 +44,7 @@ class EF21Codec(FeedbackCodec, StatefulFeedback, ObservesWarmup):
     def __init__(self, feedback: Feedback, codec: Codec):
         super().__init__(feedback, codec)
         self.state = State(feedback.name, "mirror", feedback.options, feedback.options.dtype)
-        self._fused = codec if isinstance(codec, FusesFeedback) else None
+        self._fused = codec if isinstance(codec, Quantize) else None
 
     def encode_training(self, x: Tensor, ctx: Context, out: Parts | None) -> Parts:
         spec = TensorSpec.of(x)

@@ -15,7 +15,7 @@ import torch
 
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.codecs.entropy import Entropy
-from ds_compress.codecs.mixins import FusesFeedback
+from ds_compress.codecs.quantize import Quantize
 from ds_compress.errors import CompressionError
 from ds_compress.kernels import library, native
 from ds_compress.kernels.backends import cpu
@@ -102,7 +102,7 @@ def messages() -> int:
         parts = codec.encode(x, ctx)
         codec.decode(parts, TensorSpec.of(x), ctx)
         residual = torch.zeros_like(x, dtype=torch.promote_types(dtype, torch.float32))
-        if isinstance(codec, FusesFeedback):
+        if isinstance(codec, Quantize):
             coded = torch.zeros_like(x, dtype=torch.int8), torch.zeros(-(-x.numel() // GROUP))
             plain = residual, residual.bfloat16()
             for state in ((plain[0],), (plain[1],), coded):
