@@ -92,6 +92,9 @@ class SparseOptions(CodecOptions):
 class Sparse(Codec, Selects):
     """Base of sparsifying codecs: gathers the selected values, codes them, and scatters them."""
 
+    is_blind: bool = True
+    """Whether the selection ignores the magnitudes of the message."""
+
     def __init__(self, options: CodecOptions | None = None):
         super().__init__(options)
         self.values = _values_codec(self.options.values)
@@ -130,20 +133,13 @@ class Sparse(Codec, Selects):
 
     def error_bound(self, spec: TensorSpec) -> float:
         values = self.values.error_bound(self._values_spec(spec))
-        return bounds.largest_part(self.options.density, values)
+        return max(1.0, values) if self.is_blind else bounds.largest_part(self.options.density, values)
 
     def gaussian_error_bound(self, spec: TensorSpec) -> float:
         values = self.values.gaussian_error_bound(self._values_spec(spec))
+        if self.is_blind:
+            return bounds.random_part(self.kept(spec) / max(spec.numel, 1), values)
         return bounds.largest_part(self.options.density, values)
-
-    def _blind_error_bound(self, spec: TensorSpec) -> float:
-        """Return the error bound of a selection that ignores magnitudes."""
-        return max(1.0, self.values.error_bound(self._values_spec(spec)))
-
-    def _blind_gaussian_error_bound(self, spec: TensorSpec) -> float:
-        """Return the error bound on Gaussian messages of a selection that ignores magnitudes."""
-        values = self.values.gaussian_error_bound(self._values_spec(spec))
-        return bounds.random_part(self.kept(spec) / max(spec.numel, 1), values)
 
     def refuses(self, spec: TensorSpec) -> str:
         return self.values.refuses(self._values_spec(spec))
@@ -186,12 +182,6 @@ class RandomK(Sparse):
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         ctx.selection = self._draw(spec, ctx)
         return self._scatter(parts, ctx.selection, spec, ctx)
-
-    def error_bound(self, spec: TensorSpec) -> float:
-        return self._blind_error_bound(spec)
-
-    def gaussian_error_bound(self, spec: TensorSpec) -> float:
-        return self._blind_gaussian_error_bound(spec)
 
     def stability(self, spec: TensorSpec) -> Stability:
         longest = math.ceil(spec.numel / max(self.kept(spec), 1)) or 1  # entries of the longest segment

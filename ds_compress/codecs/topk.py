@@ -70,6 +70,7 @@ class TopK(Sparse, FollowsForward):
     def __init__(self, options: CodecOptions | None = None):
         super().__init__(options)
         self._forward: Selects = self  # whose selection "reuse" reads
+        self.is_blind = self.options.indices == "reuse"
 
     def paired_with(self, forward: Codec) -> Codec:
         if self.options.indices != "reuse":
@@ -131,14 +132,9 @@ class TopK(Sparse, FollowsForward):
         return self._scatter(parts[plan.parts :], selection, spec, ctx)
 
     def error_bound(self, spec: TensorSpec) -> float:
-        if self.options.indices == "reuse" or self.options.select == "sidco":
-            return self._blind_error_bound(spec)
+        if self.options.select == "sidco":  # of those above its threshold it keeps the first ones
+            return max(1.0, self.values.error_bound(self._values_spec(spec)))
         return super().error_bound(spec)
-
-    def gaussian_error_bound(self, spec: TensorSpec) -> float:
-        if self.options.indices == "reuse":
-            return self._blind_gaussian_error_bound(spec)
-        return super().gaussian_error_bound(spec)
 
     def stability(self, spec: TensorSpec) -> Stability:
         if self.options.indices == "reuse":  # of the entries that it sends, see `sent`
