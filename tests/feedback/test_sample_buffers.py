@@ -163,7 +163,7 @@ def crossed(codec, x, step):
 
 
 class ReferenceBuffers:
-    """Samples and their buffers as the docstring of `first_visits` says it, with none of its code."""
+    """Samples and their buffers as the docstring of `sample_codec` says it, with none of its code."""
 
     def __init__(self, codec, first):
         self.codec, self.first = codec, first

@@ -6,8 +6,7 @@ from pydantic import Field, field_validator
 
 from ds_compress import registry
 from ds_compress.codec import Codec, Stability
-from ds_compress.feedback.aqsgd.first_visits import FIRST_VISIT, first_codec
-from ds_compress.feedback.aqsgd.sample_codec import SampleCodec
+from ds_compress.feedback.aqsgd.sample_codec import FIRST_VISIT, SampleCodec, first_codec
 from ds_compress.feedback.aqsgd.sample_ids import SampleIds
 from ds_compress.feedback.base import FEEDBACKS, Feedback
 

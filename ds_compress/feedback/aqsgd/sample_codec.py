@@ -1,25 +1,35 @@
 """The codec of AQ-SGD: messages are changes to buffers that both sides hold for each sample.
 
     packet                                        an extra packet, only when the message has unseen samples
-      payload of C(x - m)                           see ds_compress.feedback.aqsgd.first_visits
+      payload of C(x - m)                           payload of F(unseen samples), rows [n, ...]
       uint8 [samples]: 1 where it is a change to m
       int64 [samples]: ids, see ds_compress.feedback.aqsgd.sample_ids
 
 Sender and receiver hold m for every sample: samples x elements x 2 bytes (bf16) on each side of each
 boundary.
+
+C is the codec of the messages, which are changes; F that of first visits. If F loses no less than C, a first
+visit needs nothing more: the message is C of a change to zeros. Otherwise C refines what F gave.
 """
 
 import logging
+import math
 from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, Layout, Parts, TensorSpec
-from ds_compress.codecs.mixins import ManagesStorage, ObservesWarmup, Stateful, VariableSizePayload
+from ds_compress.codec import TYPICAL, Codec, Context, Layout, Parts, TensorSpec, build
+from ds_compress.codecs.mixins import (
+    FollowsForward,
+    ManagesStorage,
+    ObservesWarmup,
+    Stateful,
+    VariableSizePayload,
+)
 from ds_compress.errors import CompressionError
-from ds_compress.feedback.aqsgd.first_visits import FirstVisits, first_codec
 from ds_compress.feedback.aqsgd.sample_buffers import SampleBuffers
 from ds_compress.feedback.aqsgd.sample_ids import SampleIds
 from ds_compress.feedback.base import Feedback, FeedbackCodec, encode_and_decode
@@ -30,6 +40,24 @@ log = logging.getLogger("ds_compress")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 NO_HITS = 1000
 """Messages without a known sample, from the first one on, after which a warning is logged."""
+FIRST_VISIT = {"name": "quantize", "bits": 4, "group_size": 128, "hadamard": True}
+"""The default of F."""
+
+
+def first_codec(choice: object) -> Codec:
+    """Build the codec F that a JSON value describes.
+
+    Raises:
+        CompressionError: it cannot be one: begins with "first_visit".
+    """
+    codec = build(choice, "first_visit")
+    follows = isinstance(codec, FollowsForward) and codec.forward_partner() is not None
+    if follows or isinstance(codec, (VariableSizePayload, Stateful)) or not codec.decodes_alike:
+        raise CompressionError(
+            f"first_visit: {codec.name!r} cannot send first visits: buffers start from what it decodes to "
+            "alone, the same on both sides; use e.g. 'quantize', or 'none' for dense rows"
+        )
+    return codec
 
 
 class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, VariableSizePayload):
@@ -39,7 +67,11 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
         super().__init__(feedback, codec)
         options = feedback.options
         self.sample_ids = sample_ids
-        self.first_visits = FirstVisits(codec, first_codec(options.first_visit))
+        self._first = first_codec(options.first_visit)
+        lost = _lost(codec)
+        self._are_changes = math.isfinite(lost) and lost <= _lost(self._first)  # C does what F would
+        # buffers start from what was sent, so that there is nothing to refine
+        self._are_exact = self._first.name == "none" and not self._are_changes
         self._warned = False
         self._no_hits: dict[tuple[int, int], int] = {}  # messages without a known sample
         self.buffers = SampleBuffers(options.offload.device, DTYPES[options.dtype], options.max_gb)
@@ -49,13 +81,20 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
         return self.codec.layout(spec) + (((samples,), torch.uint8),)
 
     def extra_payload(self, parts: tuple[Tensor, ...], spec: TensorSpec) -> Layout:
-        return self.first_visits.extra_payload(self._rows_spec(spec, parts[-1].tolist().count(0)))
+        return self._first_layout(self._rows_spec(spec, parts[-1].tolist().count(0)))
 
     def largest_extra_payload(self, spec: TensorSpec) -> Layout:
-        return self.first_visits.extra_payload(self._rows_spec(spec))
+        return self._first_layout(self._rows_spec(spec))
+
+    def _first_layout(self, rows: TensorSpec) -> Layout:
+        """Return the layout of the extra packet that goes with the first visits of `rows`."""
+        return () if self._are_changes or not rows.shape[0] else self._first.layout(rows)
 
     def refuses(self, spec: TensorSpec) -> str:
-        return self.codec.refuses(spec) or self.first_visits.refuses(self._rows_spec(spec))
+        refused = self.codec.refuses(spec)
+        if refused or self._are_changes:
+            return refused
+        return self._first.refuses(self._rows_spec(spec))
 
     def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
         if ctx.training:
@@ -78,8 +117,8 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
         unseen = [i for i, known in enumerate(seen) if not known]
         extra: Parts = ()
         start = None
-        if unseen and not self.first_visits.are_changes:
-            extra, start = self.first_visits.encode(by_sample[unseen], ctx)
+        if unseen and not self._are_changes:
+            extra, start = encode_and_decode(self._first, by_sample[unseen], _apart(ctx))
         old = self._buffers(keys, seen, start, spec, ctx)
         change = by_sample.to(old.dtype) - old
         change = narrow(self._by_message(change), x)
@@ -99,7 +138,7 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
                 "not; load both sides from one checkpoint, or neither"
             )
         unseen = self._rows_spec(spec, seen.count(False))
-        start = self.first_visits.decode(extra, unseen, ctx) if extra else None
+        start = self._first.decode(extra, unseen, _apart(ctx)) if extra else None
         old = self._buffers(keys, seen, start, spec, ctx)
         change = self.codec.decode(parts, spec, ctx)
         return cast(self._by_message(self._advance(old, change, keys, seen, ctx)), spec.dtype)
@@ -191,7 +230,7 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
     ) -> Tensor:
         """Return the new buffers, [samples, ...], and store them if they are finite."""
         new = old + self._by_sample(change).to(old.dtype)
-        if self.first_visits.are_exact:  # what C makes of no change may be one
+        if self._are_exact:  # what C makes of no change may be one
             known = torch.tensor(seen, dtype=torch.bool, device=old.device)
             new = torch.where(known.view(-1, *[1] * (old.dim() - 1)), new, old)
         finite = can_keep(new)
@@ -213,6 +252,16 @@ def no_hit_warning(options: Any, boundary: int) -> str:
         f"aqsgd: boundary {boundary}: in {NO_HITS} messages no sample came a second time, so buffers are of "
         f"no use: {advice} (docs/aqsgd.md)"
     )
+
+
+def _lost(codec: Codec) -> float:
+    """Return the largest error of normal values, for one typical message, so that all ranks agree."""
+    return math.inf if codec.refuses(TYPICAL) else codec.gaussian_error_bound(TYPICAL)
+
+
+def _apart(ctx: Context) -> Context:
+    """Return a context for F: what F leaves in it is not for the codec of the other direction."""
+    return replace(ctx, stash={}, memory={})
 
 
 def _name(sample_id: int) -> str:
