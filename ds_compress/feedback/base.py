@@ -29,11 +29,6 @@ class Feedback(Named, ABC):
     directions: ClassVar[tuple[str, ...]] = ("forward", "backward")  # it may be asked for
     has_mirrored_state: ClassVar[bool] = False  # both sides keep the same state; each computes its own
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "mirrors" in vars(cls):
-            raise CompressionError(f"feedback {cls.__qualname__}: 'mirrors' is now 'has_mirrored_state'")
-
     @property
     def sample_ids(self) -> SampleIds | None:
         """Return the sample ids that it needs with every training message, None for none."""

@@ -16,22 +16,10 @@ Steps = Annotated[int, Field(ge=0, le=10**9)]
 """Number of training steps."""
 
 
-RENAMED = {"mirror_check": "state_check_every", "first": "first_visit"}
-"""Old names of keys and values, from earlier releases. An error names the new one if it is allowed."""
-
 REMOVED = {
-    "axis": "groups are runs of the values as they lie in memory; leave it out",
-    "block_size": "no selection has blocks; leave it out",
-    "nvme": "use 'cpu'",
-    "nvme_path": "buffers are in memory; leave it out",
-    "cosine": "'error' is the stricter limit",
-    "lr_drop": "a learning rate below half of the one before begins a new phase; leave it out",
     "relax": "use 'stop', and give the run milder settings",
-    "loosen": "use 'stop', and give the run milder settings",
     "policy": "of messages it stands beside 'forward'; between replicas 4 bits with 'ef' send less",
     "budget": "recipe 'auto' picks codecs within an error budget",
-    "unbiased": 'quantize and entropy have "rounding": "dither"',
-    "mixed": '4 bits with "hadamard": true lose less in fewer bytes',
     "rotate": "a product with a basis takes longer than sending; give codec 'entropy' 0.4 bits more",
     "refresh_steps": "there is no basis to refresh; leave it out",
     "contexts": "one table serves; 0.2 bits more make up for it",
@@ -44,7 +32,7 @@ REMOVED = {
     "acsgd": "docs/write-a-codec.md has it as an example: import its file, commands with --import",
     "subspace": "recipe 'aggressive' loses less in as many bytes",
 }
-"""Keys and values of earlier releases that are gone, and what to use instead."""
+"""Keys and values of release 0.3 that are gone, and what to use instead."""
 
 
 BESIDE_WORDS = {
@@ -154,12 +142,10 @@ def _reason(
 
 
 def instead(word: object, known: list[str]) -> str:
-    """Return what to use for `word` if it was removed or renamed, else the most similar known name."""
-    if not isinstance(word, str):
-        return did_you_mean(word, known)
-    if word in REMOVED:
+    """Return what to use for `word` if it was removed, else the most similar known name."""
+    if isinstance(word, str) and word in REMOVED:
         return f" (removed: {REMOVED[word]})"
-    return f", now {RENAMED[word]!r}" if RENAMED.get(word) in known else did_you_mean(word, known)
+    return did_you_mean(word, known)
 
 
 def _fields_at(model: type[BaseModel], keys: tuple[Any, ...]) -> list[str]:

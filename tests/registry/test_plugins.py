@@ -8,7 +8,7 @@ import pytest
 from ds_compress import Codec, Config, register
 from ds_compress.cli import main
 from ds_compress.codec import CODECS
-from ds_compress.feedback import FEEDBACKS, Feedback
+from ds_compress.feedback import FEEDBACKS
 from ds_compress.registry import Named, Options, Registry, plugins
 from tests.support.launch_scripts import ROOT
 from tests.support.pipeline import alike, ds_config, train, train_simulated
@@ -172,8 +172,3 @@ def test_what_lacks_a_part_of_the_contract_is_not_registered():
     half = type("Half", (Codec,), {"encode": lambda self, x, ctx: (x,), "__doc__": "Encodes alone."})
     line = refusal(register("half"), half)
     assert line.startswith("codec 'half': ") and line.endswith("Half does not define decode, layout")
-
-
-def test_an_old_attribute_of_a_feedback_is_refused_with_the_new_one():
-    line = refusal(type, "Mine", (Feedback,), {"mirrors": True})
-    assert line.startswith("feedback Mine: 'mirrors' is now 'has_mirrored_state'")
