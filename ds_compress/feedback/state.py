@@ -137,14 +137,7 @@ class State:
 
     def zeros(self, spec: TensorSpec) -> tuple[Tensor, ...]:
         """Return the buffer before anything was saved."""
-        if self.dtype == "int8":
-            groups = -(-spec.numel // GROUP)
-            return (
-                torch.zeros(spec.shape, dtype=torch.int8, device=spec.device),
-                torch.zeros(groups, dtype=torch.float32, device=spec.device),
-            )
-        dtype = torch.bfloat16 if self.dtype == "bf16" else wide(spec.dtype)
-        return (torch.zeros(spec.shape, dtype=dtype, device=spec.device),)
+        return self.to_stored(torch.zeros(spec.shape, dtype=wide(spec.dtype), device=spec.device), spec)
 
 
 def _references(memory: Mapping[str, object], key: str) -> int:
