@@ -182,15 +182,12 @@ class CodecSettings:
 
         The boundary's own settings come before those of the direction.
         """
+        general, override = getattr(self.block, direction), self.block.boundaries.get(str(boundary))
+        own = override and getattr(override, direction)
         chosen = {}
-        general = getattr(self.block, direction)
-        given = [(general, f"{KEY}.{direction}")]
-        override = self.block.boundaries.get(str(boundary))
-        own = getattr(override, direction) if override else None
-        if own is not None:
-            given.append((own, f"{KEY}.boundaries.{boundary}.{direction}"))
-        for settings, where in given:
-            for key in ("codec", "feedback"):
-                if key in settings.model_fields_set or settings is general:
-                    chosen[key] = getattr(settings, key), f"{where}.{key}"
+        for key in ("codec", "feedback"):
+            if own and key in own.model_fields_set:
+                chosen[key] = getattr(own, key), f"{KEY}.boundaries.{boundary}.{direction}.{key}"
+            else:
+                chosen[key] = getattr(general, key), f"{KEY}.{direction}.{key}"
         return chosen
