@@ -69,21 +69,24 @@ class StageProfiler:
     @contextmanager
     def batch(self, memory: bool = True) -> Iterator[None]:
         """Measure a training batch; `memory`: whether to measure the memory of its micro-batches too."""
-        ends = self._stage.ends
-        meters: list[SendingMeter | ReceivingMeter] = [
-            SendingMeter(self._clock, compared=())
-            if isinstance(end, SendingEnd)
-            else ReceivingMeter(self._clock)
-            for end in ends
+        pairs: list[tuple[Any, SendingMeter | ReceivingMeter]] = [
+            (end, SendingMeter(self._clock, compared=()) if end.sends else ReceivingMeter(self._clock))
+            for end in self._stage.ends
         ]
-        before = {id(end): (end.channel.sent.messages, end.channel.sent.wire_bytes) for end in ends}
+        before = [end.channel.sent.wire_bytes for end in self._stage.ends]
         self._memory_use = [in_use(self._device)] if memory else None
-        with observing([*zip(ends, meters)]):
+        with observing(pairs):
             yield
-            if "backward" in self._passes:
-                self._step_marks.append((self._passes["backward"][-1][1], self._clock.mark()))
-            for end, meter in zip(ends, meters):
-                self._record(end, meter, *before[id(end)])
+        if "backward" in self._passes:
+            self._step_marks.append((self._passes["backward"][-1][1], self._clock.mark()))
+        for (end, meter), wire_bytes in zip(pairs, before):
+            direction, values = end.channel.direction, meter.values()
+            if end.sends:
+                count = max(1, values["step_messages"])
+                self._bytes[f"bytes {direction}"] = (end.channel.sent.wire_bytes - wire_bytes) / count
+                self._codecs[f"encode {direction}"].append(values["encode_ms"] / count)
+            else:
+                self._codecs[f"decode {direction}"].append(values["decode_ms"] / max(1, end.messages))
 
     @contextmanager
     def timed(self, name: str, buffer_id: int) -> Iterator[None]:
@@ -108,21 +111,6 @@ class StageProfiler:
         tensors = [each for item in given for each in (item if isinstance(item, (tuple, list)) else [item])]
         return sum(tensor.nbytes for tensor in tensors if torch.is_tensor(tensor))
 
-    def _record(
-        self,
-        end: SendingEnd | ReceivingEnd,
-        meter: SendingMeter | ReceivingMeter,
-        messages: int,
-        wire_bytes: int,
-    ) -> None:
-        direction, values = end.channel.direction, meter.values()
-        if isinstance(end, SendingEnd):
-            count = end.channel.sent.messages - messages
-            self._bytes[direction] = (end.channel.sent.wire_bytes - wire_bytes) / max(1, count)
-            self._codecs[f"encode {direction}"].append(values["encode_ms"] / max(1, count))
-        else:
-            self._codecs[f"decode {direction}"].append(values["decode_ms"] / max(1, end.messages))
-
     def row(self) -> Row:
         """Probe the links to the neighbours and return all measurements. Every rank must call it."""
         found = dict.fromkeys(COLUMNS, 0.0)
@@ -141,8 +129,7 @@ class StageProfiler:
         # A program may have replaced the instructions that measure the passes
         found["activations"] = max(self._activations or [math.nan]) if self._step_marks else math.nan
         found["spare"] = allocatable_bytes(self._device)
-        for direction, size in self._bytes.items():
-            found[f"bytes {direction}"] = size
+        found |= self._bytes
         for name, each in self._codecs.items():
             found[name] = min(each) / 1e3
         for is_after, measured in probe_links(self._stage, probe):
