@@ -57,15 +57,23 @@ class ErrorFeedbackCodec(FeedbackCodec, StatefulFeedback):
 
     def encode_training(self, x: Tensor, ctx: Context, out: Parts | None) -> Parts:
         spec = TensorSpec.of(x)
-        old = self.residual(ctx, spec)
+        stored = self.residual(ctx, spec)
         if self._fused is not None:
-            found = self._fused.encode_with_residual(x, old, *self.weights, ctx, out)
+            found = self._fused.encode_with_residual(x, stored, *self.weights, ctx, out)
             if found is not None:
                 parts, new = found
                 self.state.put(ctx, spec, new)
                 return parts
-        parts, new, finite = self._encode_in_steps(x, old, spec, ctx, out)
-        self.state.replace(ctx, spec, new, finite)
+        # the same steps one by one, with the message as one group
+        residual, backend = self.state.values(stored, spec), kernels(x.device)
+        finite = backend.is_finite(x)
+        total = backend.add_residual(x, residual, ctx.loss_scale, finite)
+        parts, sent = encode_and_decode(self.codec, total, ctx, out)
+        sendable = self._reuses.sent(spec, ctx) if self._reuses is not None else None
+        if sendable is not None:  # entries that cannot be sent keep their residual
+            x, sent = (torch.where(sendable, each, torch.zeros_like(each)) for each in (x, sent))
+        new, kept = backend.update_residual(x, residual, sent, ctx.loss_scale, *self.weights)
+        self.state.save(ctx, spec, new, finite & kept)
         return parts
 
     def residual(self, ctx: Context, spec: TensorSpec) -> tuple[Tensor, ...]:
@@ -77,29 +85,6 @@ class ErrorFeedbackCodec(FeedbackCodec, StatefulFeedback):
         """Return the residual_decay and error_weight of the next residual; see
         `Quantize.encode_with_residual`."""
         return 0.0, self.feedback.options.decay
-
-    def _encode_in_steps(
-        self,
-        x: Tensor,
-        stored: tuple[Tensor, ...],
-        spec: TensorSpec,
-        ctx: Context,
-        out: Parts | None,
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-        """Do the steps of `Quantize.encode_with_residual` one by one, with the message as one group.
-
-        Returns:
-            The payload, the next state, and whether to keep that (a bool of one element).
-        """
-        residual, backend = self.state.values(stored, spec), kernels(x.device)
-        finite = backend.is_finite(x)
-        total = backend.add_residual(x, residual, ctx.loss_scale, finite)
-        parts, sent = encode_and_decode(self.codec, total, ctx, out)
-        sendable = self._reuses.sent(spec, ctx) if self._reuses is not None else None
-        if sendable is not None:  # entries that cannot be sent keep their residual
-            x, sent = (torch.where(sendable, each, torch.zeros_like(each)) for each in (x, sent))
-        new, kept = backend.update_residual(x, residual, sent, ctx.loss_scale, *self.weights)
-        return parts, self.state.to_stored(new, spec), finite & kept
 
 
 @FEEDBACKS.register("loco")

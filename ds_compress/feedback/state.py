@@ -60,12 +60,8 @@ class State:
 
     def save(self, ctx: Context, spec: TensorSpec, value: Tensor, keep: Tensor) -> None:
         """Store `value` if `keep` (bool, one element on the device) is true, else keep the old buffer."""
-        self.replace(ctx, spec, self.to_stored(value, spec), keep)
-
-    def replace(self, ctx: Context, spec: TensorSpec, new: tuple[Tensor, ...], keep: Tensor) -> None:
-        """Store what `to_stored` returned if `keep` is true."""
-        choose = kernels(keep.device).choose
-        self.put(ctx, spec, tuple(choose(keep, *both) for both in zip(new, self.stored(ctx, spec))))
+        new, old, choose = self.to_stored(value, spec), self.stored(ctx, spec), kernels(keep.device).choose
+        self.put(ctx, spec, tuple(choose(keep, *both) for both in zip(new, old)))
 
     def put(self, ctx: Context, spec: TensorSpec, new: tuple[Tensor, ...]) -> None:
         """Store `new`, which `to_stored` returned."""
