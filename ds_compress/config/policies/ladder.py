@@ -59,8 +59,19 @@ def check(settings: CodecSettings, policy: Policy, changed: Callable[[dict[str, 
         for ladder in (found[direction] for found in every.values() if direction in found):
             codecs = [CODECS.build(codec, f"{path}.{direction}") for codec in ladder]
             _check_order(codecs, rungs, f"{path}.{direction}")
-    for pair in itertools.product(*(range(max(1, len(options.rungs(d)))) for d in DIRECTIONS)):
-        _check_together(policy, changed, every, dict(zip(DIRECTIONS, pair)), path)
+    # rungs that conflict with the codec of the other direction, or with the feedback
+    for pair in itertools.product(*(options.rungs(direction) or [{}] for direction in DIRECTIONS)):
+        together = dict(zip(DIRECTIONS, pair))
+        overrides = {
+            number: {d: {"codec": {**settings.codec_choice(number, d), **together[d]}} for d in found}
+            for number, found in every.items()
+        }
+        general = overrides.pop(None)
+        try:
+            changed({**general, "boundaries": {str(number): own for number, own in overrides.items()}})
+        except CompressionError as error:
+            words = "; ".join(f"{d} {format_rung(rung)}" for d, rung in together.items() if rung)
+            raise CompressionError(f"{path}: at {words}: {error}") from None
 
 
 def _refuse_unknown(name: str, rung: dict[str, Any], path: str, place: str) -> None:
@@ -83,24 +94,3 @@ def _check_order(codecs: list[Codec], rungs: list[dict[str, Any]], path: str) ->
                 f"{path}: {format_rung(rungs[place + 1])} came after {format_rung(rungs[place])} and sends "
                 "more bytes; allowed: mild to strong, each value with no more bytes than the one before"
             )
-
-
-def _check_together(
-    policy: Policy,
-    changed: Callable[[dict[str, Any]], Any],
-    every: dict[int | None, dict[str, Ladder]],
-    at: dict[str, int],
-    path: str,
-) -> None:
-    """Refuse rungs that conflict with the codec of the other direction or with the feedback."""
-
-    def override(found: dict[str, Ladder]) -> dict[str, Any]:
-        return {d: {"codec": ladder[at[d]]} for d, ladder in found.items()}
-
-    numbered = {str(number): override(found) for number, found in every.items() if number is not None}
-    try:
-        changed({**override(every[None]), "boundaries": numbered})
-    except CompressionError as error:
-        rungs = {d: policy.options.rungs(d) for d in DIRECTIONS}
-        words = "; ".join(f"{d} {format_rung(rungs[d][at[d]])}" for d in DIRECTIONS if rungs[d])
-        raise CompressionError(f"{path}: at {words}: {error}") from None
