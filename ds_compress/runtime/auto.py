@@ -172,15 +172,10 @@ class AutoController(DepthController):
         self.set(stage, chosen["depth"])
         step = engine.global_steps
         block = reproducing(self._config, chosen, step, stage.connections)
-        return Change(
-            _everywhere(chosen["block"], len(found.networks)),
-            lambda: print(
-                format_report(
-                    ranked, chosen, rows, self._quality, block, step, found.workload, engine.module
-                ),
-                flush=True,
-            ),
+        report = format_report(
+            ranked, chosen, rows, self._quality, block, step, found.workload, engine.module
         )
+        return Change(_everywhere(chosen["block"], len(found.networks)), lambda: print(report, flush=True))
 
     def _ranked(
         self, found: ClusterProfile, evaluations: list[list[Evaluation]], dynamic_shape: bool
