@@ -38,7 +38,7 @@ def _of_codecs(settings: CodecSettings) -> dict[str, str]:
     """Return why an option has no effect beside the codecs of the block, by path; "" where it has one."""
     pairs = list(settings.pairs())
     compresses = any(codec.name != "none" for codec, _ in pairs)
-    forward = any(settings.codecs(number).forward.name != "none" for number in settings.configured_boundaries)
+    forward = any(codecs.forward.name != "none" for codecs in settings.used)
     nothing = "" if compresses else "no codec is set, so nothing is compressed"
     warms_up = compresses or _exchanges(settings.block.tied)
     positions = "" if settings.block.tensors == "large" else "tensors names positions, whatever their size"
@@ -59,7 +59,7 @@ def _exchanges(options: Any) -> bool:
 
 def _of_guard(settings: CodecSettings) -> dict[str, str]:
     """Return why an option of the guard has no effect, by path; "" where it has one."""
-    guard, used = settings.block.guard, [settings.codecs(number) for number in settings.configured_boundaries]
+    guard, used = settings.block.guard, settings.used
     options = ("loss", "loss_floor", "error", "gradient_error", "residual", "nonfinite", "action")
     loses_forward = any(each.forward.error_bound(TYPICAL) > 0 for each in used)
     loses_backward = any(each.backward.error_bound(TYPICAL) > 0 for each in used)
@@ -91,7 +91,7 @@ def _of_guard(settings: CodecSettings) -> dict[str, str]:
 def _of_feedbacks(settings: CodecSettings) -> dict[str, str]:
     """Return why a feedback has no effect, by path; "" where it has one at some boundary."""
     reasons: dict[str, str] = {}
-    for number in (*settings.configured_boundaries, None):
+    for number in settings.configured_boundaries:
         for direction in DIRECTIONS:
             chosen = settings.find_choice(number, direction)
             path = chosen["feedback"][1].removeprefix(f"{KEY}.")

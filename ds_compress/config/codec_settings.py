@@ -56,8 +56,6 @@ class CodecSettings:
         self.configured_boundaries = (None, *map(int, block.boundaries))
         """Boundaries with settings of their own; None: all others."""
 
-        for number in self.configured_boundaries:
-            self.codecs(number)
         self.sample_ids = self._sample_ids()
 
     def codecs(self, boundary: int | None) -> BoundaryCodecs:
@@ -87,18 +85,19 @@ class CodecSettings:
         """Return whether both sides of some boundary keep state that has to stay the same."""
         return any(feedback.has_mirrored_state for _, feedback in self.pairs())
 
+    @property
+    def used(self) -> list[BoundaryCodecs]:
+        """Return the codecs of each boundary with settings of its own, and of all others."""
+        return [self.codecs(number) for number in self.configured_boundaries]
+
     def pairs(self) -> Iterator[tuple[Codec, Feedback]]:
         """Yield codecs, with the feedbacks round them, of all boundaries and directions."""
-        for number in self.configured_boundaries:
-            codecs = self.codecs(number)
+        for codecs in self.used:
             yield from ((getattr(codecs, direction), codecs.feedbacks[direction]) for direction in DIRECTIONS)
 
     def has_extra_payload(self, direction: str) -> bool:
         """Return whether messages of any boundary may come with a second packet."""
-        return any(
-            isinstance(getattr(self.codecs(n), direction), VariableSizePayload)
-            for n in self.configured_boundaries
-        )
+        return any(isinstance(getattr(codecs, direction), VariableSizePayload) for codecs in self.used)
 
     def check_boundaries(self, count: int) -> None:
         """Refuse settings for a boundary that a pipeline with `count` boundaries does not have."""
@@ -163,8 +162,7 @@ class CodecSettings:
 
     def _sample_ids(self) -> SampleIds | None:
         """Return the settings of sample ids that all feedbacks share, None if none needs ids."""
-        feedbacks = [self.codecs(number).feedbacks["forward"] for number in self.configured_boundaries]
-        wanted = {feedback.sample_ids for feedback in feedbacks if feedback.sample_ids is not None}
+        wanted = {codecs.feedbacks["forward"].sample_ids for codecs in self.used} - {None}
         if len(wanted) > 1:
             raise CompressionError(
                 f"{KEY}: feedbacks of different boundaries want different sample ids; "

@@ -170,8 +170,5 @@ class Config:
         """Return how messages of eval_batch are sent, of which the result counts."""
         if self.block.eval in ("compressed", "uncompressed"):
             return self.block.eval
-        changes = any(
-            self.in_force.codecs(number).feedbacks["forward"].has_mirrored_state
-            for number in self.in_force.configured_boundaries
-        )
+        changes = any(codecs.feedbacks["forward"].has_mirrored_state for codecs in self.in_force.used)
         return "uncompressed" if changes else "compressed"
