@@ -1,5 +1,6 @@
 """Measure the memory in use and the free memory of a GPU or of the host."""
 
+import math
 from pathlib import Path
 
 import psutil
@@ -11,14 +12,14 @@ HOST_MARGIN = 0.5
 """Share of the host's free memory that is left to others: data loaders, the file cache."""
 
 
-def in_use(device: torch.device) -> int | None:
-    """Return bytes that this process has allocated on `device`; None if its allocator does not count them."""
+def in_use(device: torch.device) -> float:
+    """Return bytes that this process has allocated on `device`; nan if its allocator does not count them."""
     if device.type != "cpu":
-        return int(torch.get_device_module(device).memory_allocated(device))
+        return float(torch.get_device_module(device).memory_allocated(device))
     if not hasattr(psutil, "heap_info"):  # not of glibc
-        return None
+        return math.nan
     found = psutil.heap_info()
-    return int(found.heap_used + found.mmap_used)
+    return float(found.heap_used + found.mmap_used)
 
 
 def allocatable_bytes(device: torch.device) -> float:

@@ -63,8 +63,7 @@ class StageProfiler:
         self._codecs: dict[str, list[float]] = defaultdict(list)  # milliseconds of a message
         self._bytes: dict[str, float] = {}
         self._activations: list[float] = []
-        # Bytes in use after each forward pass; None from the first backward pass on
-        self._memory_use: list[int | None] | None = None
+        self._in_use: float | None = None  # bytes at last; None from the first backward pass on
 
     @contextmanager
     def batch(self, memory: bool = True) -> Iterator[None]:
@@ -74,7 +73,7 @@ class StageProfiler:
             for end in self._stage.ends
         ]
         before = [end.channel.sent.wire_bytes for end in self._stage.ends]
-        self._memory_use = [in_use(self._device)] if memory else None
+        self._in_use = in_use(self._device) if memory else None
         with observing(pairs):
             yield
         if "backward" in self._passes:
@@ -92,17 +91,14 @@ class StageProfiler:
     def timed(self, name: str, buffer_id: int) -> Iterator[None]:
         """Measure a `forward` or `backward` pass of the batch, or what follows, such as `tied`."""
         if name == "backward":
-            self._memory_use = None
+            self._in_use = None
         start = self._clock.mark()
         yield
         self._passes[name].append((start, self._clock.mark()))
-        if self._memory_use is not None:
-            used = in_use(self._device)
-            if used is None or self._memory_use[-1] is None:
-                self._activations.append(math.nan)
-            else:  # without the inputs: they may be in memory that the last batch freed
-                self._activations.append(used - self._memory_use[-1] + self._input_bytes(buffer_id))
-            self._memory_use.append(used)
+        if self._in_use is not None:
+            before, self._in_use = self._in_use, in_use(self._device)
+            # without the inputs: they may be in memory that the last batch freed
+            self._activations.append(self._in_use - before + self._input_bytes(buffer_id))
 
     def _input_bytes(self, buffer_id: int) -> int:
         """Return the bytes of inputs and labels of the micro-batch in buffer `buffer_id`."""
