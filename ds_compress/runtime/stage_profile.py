@@ -59,7 +59,6 @@ class StageProfiler:
         self._stage = stage
         self._clock = clock_for(engine.device)
         self._passes: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
-        self._step_marks: list[tuple[Any, Any]] = []
         self._codecs: dict[str, list[float]] = defaultdict(list)  # milliseconds of a message
         self._bytes: dict[str, float] = {}
         self._activations: list[float] = []
@@ -77,7 +76,7 @@ class StageProfiler:
         with observing(pairs):
             yield
         if "backward" in self._passes:
-            self._step_marks.append((self._passes["backward"][-1][1], self._clock.mark()))
+            self._passes["step"].append((self._passes["backward"][-1][1], self._clock.mark()))
         for (end, meter), wire_bytes in zip(pairs, before):
             direction, values = end.channel.direction, meter.values()
             if end.sends:
@@ -120,10 +119,8 @@ class StageProfiler:
             if name == "forward":
                 quarter = len(seconds) // 4
                 found["forward lower"], found["forward upper"] = seconds[quarter], seconds[-1 - quarter]
-        if self._step_marks:
-            found["step"] = statistics.median(self._clock.ms(*pair) for pair in self._step_marks) / 1e3
         # A program may have replaced the instructions that measure the passes
-        found["activations"] = max(self._activations or [math.nan]) if self._step_marks else math.nan
+        found["activations"] = max(self._activations or [math.nan]) if "step" in self._passes else math.nan
         found["spare"] = allocatable_bytes(self._device)
         found |= self._bytes
         for name, each in self._codecs.items():
