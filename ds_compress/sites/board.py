@@ -77,6 +77,8 @@ DIGEST = 16
 
 Found = TypeVar("Found")
 
+Newcomers = dict[int, tuple[int, int] | None]
+
 
 class Position(NamedTuple):
     """What a replica knows of the rounds."""
@@ -140,27 +142,27 @@ class Board(Keys):
     def beats(self) -> str:
         return self._read("beat") or "0"
 
-    def newcomers(self) -> dict[str, list[int] | None]:
+    def newcomers(self) -> Newcomers:
         """Return who waits for an anchor (None), or gets one: its round, and which replica sends it."""
         return _newcomers(self._read("newcomers") or "")
 
     def ask_for_anchor(self, newcomer: int) -> None:
-        self._change_newcomers(lambda found: {**found, str(newcomer): None})
+        self._change_newcomers(lambda found: {**found, newcomer: None})
 
     def give_anchor(self, newcomer: int, number: int, replica: int) -> bool:
         """Let a newcomer that waits have the anchor of round `number` from a replica; return whether it waits
         still."""
-        name, given = str(newcomer), [number, replica]
+        given = number, replica
         return self._change_newcomers(
-            lambda found: {**found, name: given} if found.get(name, given) is None else None
+            lambda found: {**found, newcomer: given} if found.get(newcomer, given) is None else None
         )
 
     def forget_newcomer(self, newcomer: int) -> None:
         self._change_newcomers(
-            lambda found: {name: given for name, given in found.items() if name != str(newcomer)}
+            lambda found: {each: given for each, given in found.items() if each != newcomer}
         )
 
-    def _change_newcomers(self, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> bool:
+    def _change_newcomers(self, change: Callable[[Newcomers], Newcomers | None]) -> bool:
         """Change the newcomers together, whoever else does it at the same time.
 
         Args:
@@ -457,21 +459,12 @@ def parse(text: str, kind: type[Found]) -> Found:
     return found
 
 
-def _newcomers(text: str) -> dict[str, Any]:
-    """Parse the key; what a stranger wrote there is no newcomer."""
+def _newcomers(text: str) -> Newcomers:
+    """Parse the key; what a stranger wrote there names no newcomer."""
     try:
-        found = json.loads(text or "{}")
-    except ValueError:
-        found = {}
-    return {
-        each: given
-        for each, given in (found.items() if isinstance(found, dict) else ())
-        if each.isascii() and each.isdigit() and (given is None or _is_pair(given))
-    }
-
-
-def _is_pair(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(type(each) is int for each in value)
+        return parse(text or "{}", Newcomers)
+    except CompressionError:
+        return {}
 
 
 def _parse_entry(text: str | None) -> tuple[int, str]:

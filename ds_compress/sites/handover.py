@@ -71,12 +71,12 @@ class AnchorSender:
             return
         _, position = self._held
         newcomers = self._board.newcomers()
-        for name, given in newcomers.items():
+        for newcomer, given in newcomers.items():
             if given is not None and given[0] <= position.round - kept_rounds:  # it has died
                 for slot in range(self._slots):
-                    self._board.end_shipment(int(name), slot)
-                self._board.forget_newcomer(int(name))  # last, for who deletes that if this replica dies here
-        waiting = [int(name) for name, given in newcomers.items() if given is None and int(name) != replica]
+                    self._board.end_shipment(newcomer, slot)
+                self._board.forget_newcomer(newcomer)  # last, for who deletes that if this replica dies here
+        waiting = [each for each, given in newcomers.items() if given is None and each != replica]
         if not waiting:
             self._behind_since = None
             return
@@ -174,7 +174,7 @@ class AnchorReceiver:
         try:
             return self._take(numel, digest)
         except CompressionError:
-            if self._board.newcomers().get(str(self._newcomer)) is not None:
+            if self._board.newcomers().get(self._newcomer) is not None:
                 self._board.say_taken(self._newcomer, self._slot, -1)  # who sends it deletes it
             else:
                 self._board.end_shipment(self._newcomer, self._slot)

@@ -96,7 +96,7 @@ class Launch:
 
     def wait_for_anchor(self):
         self.waits = self.catch_up()
-        eventually(lambda: str(self.number) in self.slots[0]._board.newcomers())
+        eventually(lambda: self.number in self.slots[0]._board.newcomers())
 
     def take_anchor(self, other):
         """Take the anchor that another replica hands over, while `other` trains."""
@@ -281,7 +281,7 @@ def test_a_newcomer_outlasts_a_third_replica_that_begins(store):
     newcomer = newcomer_to(store)
     for _ in range(4):
         play([first], [0.1])
-    assert str(newcomer.number) in first.slots[0]._board.newcomers()
+    assert newcomer.number in first.slots[0]._board.newcomers()
     third = newcomer_to(store)
     third.take_anchor(first)
     play([first, third], [0.1, 0.1])
@@ -375,7 +375,7 @@ def test_one_replica_gives_a_newcomer_its_anchor(store):
     board = Board(store)
     board.ask_for_anchor(5)
     assert board.give_anchor(5, 0, 1) and not board.give_anchor(5, 0, 2)
-    assert board.newcomers() == {"5": [0, 1]}
+    assert board.newcomers() == {5: (0, 1)}
     board.forget_newcomer(5)
     assert not board.give_anchor(5, 0, 1) and board.newcomers() == {}
 
@@ -409,7 +409,7 @@ def test_one_that_is_behind_hands_over_and_the_newcomer_follows(store):
         play_without_others([dead], [0.1])
     newcomer = newcomer_to(store)
     behind.slots[0].idle()
-    assert behind.slots[0]._board.newcomers() == {str(newcomer.number): None}, "one at the head comes first"
+    assert behind.slots[0]._board.newcomers() == {newcomer.number: None}, "one at the head comes first"
     behind.slots[0]._sender._behind_since = -handover.ABANDONED_S  # it has waited for so long
     newcomer.take_anchor(behind)
     assert newcomer.position == behind.position and dead.position.round == 3
