@@ -35,7 +35,6 @@ one launch write for each other crosses the store of that launch:
     exchange          number of an exchange, its round                        slot 0
     sent/N            slots that have sent their packet in exchange N         each slot
     checked/S         a round, and why packets of slot S are bad              slot S
-    handed            newcomers that get an anchor here, each with its round  slot 0
     alone             round in which this newcomer goes on with its own       slot 0
                       anchor; -1: it takes another one's
     caught_up         slots of this newcomer that have their part so far      each slot
@@ -149,12 +148,11 @@ class Board(Keys):
     def ask_for_anchor(self, newcomer: int) -> None:
         self._change_newcomers(lambda found: {**found, newcomer: None})
 
-    def give_anchor(self, newcomer: int, number: int, replica: int) -> bool:
-        """Let a newcomer that waits have the anchor of round `number` from a replica; return whether it waits
-        still."""
+    def give_anchor(self, newcomer: int, number: int, replica: int) -> None:
+        """Let a newcomer have the anchor of round `number` from a replica, if it waits still."""
         given = number, replica
-        return self._change_newcomers(
-            lambda found: {**found, newcomer: given} if found.get(newcomer, given) is None else None
+        self._change_newcomers(
+            lambda found: {**found, newcomer: given} if found.get(newcomer, given) is None else found
         )
 
     def forget_newcomer(self, newcomer: int) -> None:
@@ -162,22 +160,11 @@ class Board(Keys):
             lambda found: {each: given for each, given in found.items() if each != newcomer}
         )
 
-    def _change_newcomers(self, change: Callable[[Newcomers], Newcomers | None]) -> bool:
-        """Change the newcomers together, whoever else does it at the same time.
-
-        Args:
-            change: returns what becomes of them; None if this cannot be.
-
-        Returns:
-            Whether it could be.
-        """
+    def _change_newcomers(self, change: Callable[[Newcomers], Newcomers]) -> None:
+        """Let the key have what `change` makes of it, whoever else changes it at the same time."""
         text = self._read("newcomers") or ""
-        while (new := change(_newcomers(text))) is not None:
-            wanted = json.dumps(new)
+        while (wanted := json.dumps(change(_newcomers(text)))) != text:
             text = self._decide("newcomers", wanted, text)
-            if text == wanted:
-                return True
-        return False
 
     # A round
 
@@ -383,13 +370,6 @@ class LaunchBoard(Keys):
         """Return why packets of a slot are bad in a round, by replica; None until it has checked them."""
         found = parse(self._read(f"checked/{slot}") or "[-1, []]", list)
         return dict(found[1]) if found[0] == number else None
-
-    def set_handed(self, handed: dict[int, int]) -> None:
-        self._set("handed", json.dumps(list(handed.items())))
-
-    def handed(self) -> dict[int, int]:
-        """Return the round of the anchor that each newcomer gets here."""
-        return dict(parse(self._read("handed") or "[]", list))
 
     def say_alone(self, number: int) -> None:
         self._set("alone", str(number))

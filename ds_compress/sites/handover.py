@@ -38,17 +38,17 @@ class _Upload:
 class AnchorSender:
     """Hands the anchor of a replica over to newcomers; one for each slot."""
 
-    def __init__(self, board: Board, launch: LaunchBoard, slot: int, slots: int, limit: float):
+    def __init__(self, board: Board, slot: int, slots: int, limit: float):
         """
         Args:
             limit: seconds without progress after which a newcomer is given up.
         """
-        self._board, self._launch = board, launch
+        self._board = board
         self._slot, self._slots, self._limit = slot, slots, limit
         self._held: tuple[Anchor, Position] | None = None  # for newcomers to take
         self._uploads: list[_Upload] = []
         self._is_sending = False
-        self._handed = set[int]()  # newcomers whose upload has begun
+        self._handed = set[int]()  # newcomers whose upload has begun, until they are forgotten
         self._behind_since: float | None = None  # since when a newcomer waits beside this replica
 
     @property
@@ -89,24 +89,20 @@ class AnchorSender:
         self._behind_since = None if head == position else self._behind_since or now
         if self._behind_since is not None and now - self._behind_since < ABANDONED_S:
             return  # one at the head hands over before that
-        handed = self._launch.handed()
-        handed = {each: number for each, number in handed.items() if number > position.round - KEPT_ROUNDS}
         for newcomer in waiting:
-            if self._board.give_anchor(newcomer, position.round, replica):
-                handed[newcomer] = position.round
-        self._launch.set_handed(handed)
+            self._board.give_anchor(newcomer, position.round, replica)
 
-    def begin_uploads(self) -> None:
-        """Begin to send the anchor to the newcomers to which slot 0 hands it over."""
+    def begin_uploads(self, replica: int) -> None:
+        """Begin to send the anchor to the newcomers to which slot 0 of this `replica` hands it over."""
         if self._held is None:
             return
         anchor, position = self._held
-        handed = self._launch.handed()
-        for newcomer, number in handed.items():
-            if newcomer not in self._handed and number == position.round:
+        newcomers = self._board.newcomers()
+        for newcomer, given in newcomers.items():
+            if newcomer not in self._handed and given == (position.round, replica):
                 self._handed.add(newcomer)
                 self._uploads.append(_Upload(newcomer, anchor, position))
-        self._handed &= handed.keys()
+        self._handed &= newcomers.keys()
 
     def send_chunks(self, longest: float) -> float:
         """Send chunks to each newcomer that has taken enough; return the seconds until there are more to

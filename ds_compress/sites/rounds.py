@@ -124,7 +124,7 @@ class Rounds:
         self._silent = -1, set[int]()  # a round, and candidates that were silent for the grace time in it
         self._kept_rounds = math.inf  # until its first round: another newcomer may need all
         self._round_bytes = 0  # of this slot's packets in the last round, which may differ in size
-        self._sender = AnchorSender(self._board, self._launch, slot, slots, self._limit)
+        self._sender = AnchorSender(self._board, slot, slots, self._limit)
         self._receiver: AnchorReceiver | None = None  # of a newcomer until it is a member
         self.number = -1
         self.ended = threading.Event()
@@ -201,7 +201,7 @@ class Rounds:
         self._sender.hand_over(self.number, self._kept_rounds)
         delta, base = anchor.values - sent, anchor.values
         number = self._open_round(exchange, position)
-        self._sender.begin_uploads()
+        self._sender.begin_uploads(self.number)
         while position.round < number:
             anchor, position, _ = self._follow(anchor, position, codec)
         self.tend()  # of a replica that has ended the codec may be in use again
@@ -261,7 +261,7 @@ class Rounds:
         self._voting = None  # of an exchange that has failed
         if time.monotonic() - self._last_beat >= BEAT_S:
             self._sender.hand_over(self.number, self._kept_rounds)
-            self._sender.begin_uploads()
+            self._sender.begin_uploads(self.number)
         return self.tend()
 
     # A round

@@ -362,11 +362,14 @@ def test_who_hands_over_hears_at_once_that_a_newcomer_takes_no_more(store, says,
 
 def test_a_slot_hands_over_the_anchor_that_was_given_and_only_once(store):
     """Slots apply the outcome of a round one after the other."""
-    launch = Launch(store)
-    slot, own = launch.slots[1]._sender, launch.slots[1]._launch
-    for handed, uploads in (({5: 1}, 0), ({5: 0}, 1), ({5: 0}, 1), ({}, 1)):
-        own.set_handed(handed)
-        slot.begin_uploads()
+    launch, board = Launch(store), Board(store)
+    slot, own = launch.slots[1]._sender, launch.number
+    for given, uploads in (((1, own), 0), ((0, own + 1), 0), ((0, own), 1), ((0, own), 1), (None, 1)):
+        board.forget_newcomer(5)
+        if given is not None:
+            board.ask_for_anchor(5)
+            board.give_anchor(5, *given)
+        slot.begin_uploads(own)
         assert len(slot._uploads) == uploads
     assert not slot._handed
 
@@ -374,10 +377,12 @@ def test_a_slot_hands_over_the_anchor_that_was_given_and_only_once(store):
 def test_one_replica_gives_a_newcomer_its_anchor(store):
     board = Board(store)
     board.ask_for_anchor(5)
-    assert board.give_anchor(5, 0, 1) and not board.give_anchor(5, 0, 2)
-    assert board.newcomers() == {5: (0, 1)}
+    for replica in (1, 2):
+        board.give_anchor(5, 0, replica)
+        assert board.newcomers() == {5: (0, 1)}
     board.forget_newcomer(5)
-    assert not board.give_anchor(5, 0, 1) and board.newcomers() == {}
+    board.give_anchor(5, 0, 1)
+    assert board.newcomers() == {}
 
 
 def test_a_replica_with_another_anchor_than_the_others_is_told(store):
@@ -745,7 +750,6 @@ def test_all_slots_of_a_newcomer_have_the_anchor_of_others_or_its_own(store, clo
     and its rank 0 went on with its own."""
     first, newcomer = Launch(store), newcomer_to(store)
     first.slots[0]._board.give_anchor(newcomer.number, 0, first.number)
-    first.slots[0]._launch.set_handed({newcomer.number: 0})
     while not all(future.done() for future in newcomer.waits):
         clock.now += 5.0
         first.slots[1].idle()
