@@ -118,6 +118,7 @@ class Rounds:
         # whether this replica deletes old rounds, for all; at first each does, so that `kept` is there
         self._deletes = True
         self._own: tuple[int, str, Tensor | None] = -1, "", None  # round, digest and bytes of its last packet
+        self._exchanges = 0  # so far, the same on all slots
         self._last_beat = self._last_look = -BEAT_S
         self._moved_chunks = 0
         self._voting: int | None = None  # the round in which others wait for the vote of this replica
@@ -181,12 +182,12 @@ class Rounds:
 
     @_telling_if_it_fails
     def exchange_delta(
-        self, exchange: int, anchor: Anchor, position: Position, sent: Tensor, codec: DeltaCodec
+        self, anchor: Anchor, position: Position, sent: Tensor, codec: DeltaCodec
     ) -> ExchangeResult:
-        """Send a delta in the first round that is open, and wait for its outcome; every slot calls it.
+        """Send a delta in the first round that is open, and wait for its outcome; every slot calls it, and
+        equally often.
 
         Args:
-            exchange: number of this call of the replica, the same on all slots, above 0.
             anchor: of `position`.
             sent: weights of this slot, fp32, 1-D.
             codec: its residuals are those of the packets that counted, when this returns.
@@ -195,12 +196,13 @@ class Rounds:
             CompressionError, RuntimeError: the store, or this replica, is too late or out of reach.
         """
         began = time.monotonic()
+        self._exchanges += 1
         self._sender.hold(anchor, position)
         if self._deletes:
             self._board.delete_rounds(self._slot, self._first_kept(position.round))
         self._sender.hand_over(self.number, self._kept_rounds)
         delta, base = anchor.values - sent, anchor.values
-        number = self._open_round(exchange, position)
+        number = self._open_round(position)
         self._sender.begin_uploads(self.number)
         while position.round < number:
             anchor, position, _ = self._follow(anchor, position, codec)
@@ -208,7 +210,7 @@ class Rounds:
         before = codec.residuals()
         packet = codec.encode(delta, number, self.number)
         self._own = number, self._board.put_packet(number, self._slot, self.number, packet), packet
-        if self._launch.say_sent(exchange, self._slots):
+        if self._launch.say_sent(self._exchanges, self._slots):
             self._board.come(number, self.number)
         open_at = position
         anchor, position, members = self._follow(anchor, position, codec)
@@ -266,7 +268,7 @@ class Rounds:
 
     # A round
 
-    def _open_round(self, exchange: int, position: Position) -> int:
+    def _open_round(self, position: Position) -> int:
         """Return the round of this exchange: slot 0 chooses the first undecided one, and tells the others."""
         if self._slot == 0:
             number = max(position.round, self._board.head().round)
@@ -274,8 +276,8 @@ class Rounds:
                 number += 1
             if number > position.round:
                 self._board.announce(number, self.number)
-            self._launch.set_exchange(exchange, number)
-        return self._wait(lambda: self._launch.exchange(exchange), "the round of slot 0")
+            self._launch.set_exchange(self._exchanges, number)
+        return self._wait(lambda: self._launch.exchange(self._exchanges), "the round of slot 0")
 
     def _is_open(self, number: int) -> bool:
         """Return whether a round has no outcome yet.

@@ -107,7 +107,6 @@ class OuterTraffic(RuntimePart):
     def load(self, saved: dict[int, dict[str, Tensor]]) -> None:
         """Restore the state from a checkpoint; without one, start from the weights of the engine."""
         self.close()
-        self._exchanges = 0
         self._is_new = True  # whether it has met no other replicas since it was launched, or loaded
         self._pending: Future[ExchangeResult] | None = None
         self._is_late = False  # whether its result is there only after the step in which it was due
@@ -245,12 +244,10 @@ class OuterTraffic(RuntimePart):
     def _start(self, engine: Engine) -> None:
         """Send what was learned, in the background."""
         assert self._worker is not None and self.anchor is not None and self.position is not None
-        self._exchanges += 1
         self._residuals = self.codec.residuals()
         sent = self._read(engine)
-        task = functools.partial(
-            self._worker.rounds.exchange_delta, self._exchanges, self.anchor, self.position, sent, self.codec
-        )
+        exchange = self._worker.rounds.exchange_delta
+        task = functools.partial(exchange, self.anchor, self.position, sent, self.codec)
         self._pending = self._worker.run(task)
 
     def _apply(self, engine: Engine) -> None:

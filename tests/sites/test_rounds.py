@@ -67,7 +67,7 @@ class Launch:
         replica = ReplicasOptions(codec=codec, feedback="ef", every=30)
         parts = [DeltaPart(0, NUMEL)]
         self.codecs = [DeltaCodec(build_replica_codec(replica, "x"), parts, 0, 1) for _ in range(SLOTS)]
-        self.exchanges, self.pool = 0, ThreadPoolExecutor(SLOTS)
+        self.pool = ThreadPoolExecutor(SLOTS)
         if announces and not self.is_newcomer:
             self.take_part()
 
@@ -77,10 +77,9 @@ class Launch:
 
     def start(self, learned):
         """Begin an exchange in which each slot has learned `learned`, a number; return its future results."""
-        self.exchanges += 1
         self.sent = [anchor.values - learned for anchor in self.anchors]
         return [
-            self.pool.submit(rounds.exchange_delta, self.exchanges, anchor, self.position, sent, codec)
+            self.pool.submit(rounds.exchange_delta, anchor, self.position, sent, codec)
             for rounds, anchor, sent, codec in zip(self.slots, self.anchors, self.sent, self.codecs)
         ]
 
@@ -889,7 +888,7 @@ def test_rounds_of_too_few_leave_the_anchor_and_keep_no_more_for_a_newcomer(stor
     assert launch.position.round == 2 * KEPT_ROUNDS
     assert not [key for key in store.list_keys() if key.startswith(f"{PREFIX}0/")]
     own = launch.slots[0]._launch
-    assert own._read("sent/1") is None and own.exchange(launch.exchanges) == launch.position.round - 1
+    assert own._read("sent/1") is None and own.exchange(2 * KEPT_ROUNDS) == launch.position.round - 1
     assert own.exchange(1) is own.checked(1, 0) is None, "what slots said of rounds before"
 
 
