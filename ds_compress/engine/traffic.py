@@ -116,7 +116,7 @@ class GradientTraffic(RuntimePart, ABC):
         if any(self._guard.is_due(self._compressed_steps() + 1 + later) for later in range(AVERAGED)):
             self.exchange.measure()
         may_skip = hasattr(self._engine.optimizer, "overflow")
-        self._before = self.exchange.slices.memories() if may_skip else None
+        self._before = self.exchange.slices.saved() if may_skip else None
 
     def end_step(self, step: Step) -> None:
         """Take the residuals back if DeepSpeed has skipped the step: it has used none of the averages."""

@@ -227,13 +227,6 @@ class Slices:
         for slices in self._of.values():
             yield from slices
 
-    def memories(self) -> dict[int, dict[str, Tensor]]:
-        """Return the current residuals, by number of the slice, those of a checkpoint included.
-
-        Later updates replace tensors, so these do not change.
-        """
-        return {number: dict(memory) for number, memory in self.saved().items()}
-
     def of(self, gradient: Gradient) -> list[Slice]:
         """Return the slices of `gradient`, in the order of their owners."""
         parameter, values, owner, start = gradient
@@ -257,10 +250,13 @@ class Slices:
         return Slice(number, owner, spec, rows, memory)
 
     def saved(self) -> dict[int, dict[str, Tensor]]:
-        """Return the residuals for a checkpoint, by slice number."""
-        return {**self._loaded, **{each.number: each.memory for each in self}}
+        """Return the current residuals, by number of the slice, those of a checkpoint included.
+
+        Later updates replace tensors, so these do not change.
+        """
+        return {**self._loaded, **{each.number: dict(each.memory) for each in self}}
 
     def load(self, memories: dict[int, dict[str, Tensor]]) -> None:
-        """Replace all residuals by those of a checkpoint, or of `memories()`."""
+        """Replace all residuals by those of a checkpoint, or of `saved()`."""
         self._of.clear()
         self._loaded = memories

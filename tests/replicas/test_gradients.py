@@ -204,7 +204,7 @@ def test_residuals_of_a_checkpoint_survive_a_skipped_first_step():
     """They were lost: slices are made in that step, and had no residuals before it."""
     slices, gradient = Slices(2), Gradient(3, torch.zeros(30_000))
     slices.load({6: {"residual": torch.ones(15_104)}})
-    before = slices.memories()
+    before = slices.saved()
     first, _ = slices.of(gradient)
     first.memory = {"residual": torch.zeros(15_104)}
     slices.load(before)
