@@ -255,10 +255,14 @@ class Exchange:
             for owner, each in enumerate(everywhere.view(size, -1)):
                 for sent, packet in cut(each, [sent for sent in plan[owner] if sent.gathered]):
                     sent.write(self.codec.decode(sent.slice, packet, AVERAGE, step, owner), scale)
+        self._count(gradients, sum(sizes) - sizes[own] + (size - 1) * averages.numel())
+
+    def _count(self, gradients: Sequence[Gradient], wire_bytes: int) -> None:
+        """Count a bucket that was averaged, and what this replica has sent for it."""
+        size, values = self.replicas.size, sum(gradient.values.numel() for gradient in gradients)
         self.sent.messages += 1
-        values = sum(gradient.values.numel() for gradient in gradients)
         self.sent.raw_bytes += 2 * (size - 1) * values * self._itemsize // size  # of a ring's all-reduce
-        self.sent.wire_bytes += sum(sizes) - sizes[own] + (size - 1) * averages.numel()
+        self.sent.wire_bytes += wire_bytes
 
     def _plan(self, gradients: Sequence[Gradient]) -> list[list[_Sent]]:
         """Return the slices of `gradients`, by owner."""

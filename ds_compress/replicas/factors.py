@@ -25,7 +25,7 @@ from ds_compress.feedback.ef import ErrorFeedbackCodec
 from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.numerics import LARGEST_FACTOR, cast, is_finite, saturate
 from ds_compress.replicas.exchange import Exchange, Rounds
-from ds_compress.replicas.slices import GRADIENT, Gradient, Slice, Slices, is_compressed
+from ds_compress.replicas.slices import GRADIENT, Gradient, Slices, is_compressed
 from ds_compress.replicas.transfers import Replicas, Transfer
 
 
@@ -63,7 +63,6 @@ def _matrix_shape(parameter: Tensor) -> tuple[int, int]:
 class _Matrix:
     """A gradient while its factors are under way."""
 
-    slice: Slice  # owned by replica 0
     values: Tensor  # the gradient, in its own dtype and with the loss scale
     x: Tensor  # without the loss scale, fp32 [n, h]
     residual: Tensor | None
@@ -121,10 +120,7 @@ class FactorExchange(Exchange):
             each.values.copy_(mean.mul_(factor * size * scale).view(-1))
         nbytes += sum(q.nbytes for q in factors)
 
-        self.sent.messages += 1
-        values = sum(gradient.values.numel() for gradient in gradients)
-        self.sent.raw_bytes += 2 * (size - 1) * values * self._itemsize // size  # of a ring's all-reduce
-        self.sent.wire_bytes += 2 * (size - 1) * nbytes // size
+        self._count(gradients, 2 * (size - 1) * nbytes // size)
 
     def _matrix(
         self,
@@ -147,7 +143,7 @@ class FactorExchange(Exchange):
         key, q = lowrank.start(min(lowrank.options.rank, rows, columns), columns, context)
         q = q.to(x.device)
         p = m @ q
-        return _Matrix(own, gradient.values, x, residual, m, context, key, q, p, is_finite(p))
+        return _Matrix(gradient.values, x, residual, m, context, key, q, p, is_finite(p))
 
 
 def _summed(factors: Sequence[Tensor]) -> Transfer:
