@@ -3,7 +3,7 @@
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -183,19 +183,14 @@ def _tracking(config: Config, boundaries: int, model: nn.Module) -> DependencyTr
 def _follow(model: nn.Module, boundaries: list[SimulatedBoundary], tracking: DependencyTracker) -> None:
     """Track which tensors depend on parameters in passes of `model`, until every boundary knows."""
 
+    tracked = ExitStack()
+
     def begin(*_: Any) -> None:
         if any(boundary.upstream.dependence is None for boundary in boundaries):
-            tracking.__enter__()
-            running.append(True)
+            tracked.enter_context(tracking)
 
-    def end(*_: Any) -> None:
-        if running:
-            running.pop()
-            tracking.__exit__(None, None, None)
-
-    running: list[bool] = []
     model.register_forward_pre_hook(begin)
-    model.register_forward_hook(end, always_call=True)
+    model.register_forward_hook(lambda *_: tracked.close(), always_call=True)
 
 
 def _follow_samples(model: nn.Module, boundaries: list[SimulatedBoundary], source: SampleIds) -> None:
