@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ds_compress.errors import CompressionError
-from ds_compress.replicas.exchange import Exchange
+from ds_compress.replicas.exchange import Exchange, fill_buckets
 from ds_compress.replicas.slices import Gradient
 
 log = logging.getLogger("ds_compress")
@@ -45,7 +45,6 @@ class EarlyBuckets:
         """
         self._exchange = exchange
         self._take = take
-        self._buckets = list[dict[int, Tensor]]()
         self._hooks = dict[int, RemovableHandle]()  # by parameter
         self._passes = 0  # backward passes of the step; 0: nothing is sent
         self._ended = 0  # those that are over
@@ -58,14 +57,9 @@ class EarlyBuckets:
         self._has_warned = False
         self.started = 0
         """Buckets of this step whose exchange has started."""
-        left = 0
-        for number, parameter in reversed(list(parameters)):
-            nbytes = parameter.numel() * torch.float32.itemsize
-            if nbytes > left:
-                self._buckets.append({})
-                left = bucket_bytes
-            self._buckets[-1][number] = parameter
-            left -= nbytes
+        backwards = reversed(list(parameters))
+        found = fill_buckets(backwards, lambda each: each[1].numel() * torch.float32.itemsize, bucket_bytes)
+        self._buckets = [dict(bucket) for bucket in found]
 
     def begin_step(self, passes: int, factor: float, step: int) -> None:
         """Prepare a step of so many backward passes; 0: nothing is sent in it. Others: see `Exchange`."""

@@ -13,7 +13,7 @@ so the all-gather is skipped. While the packets of one bucket are in flight, the
 
 import itertools
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -44,6 +44,7 @@ class HasSize(Protocol):
 
 
 Item = TypeVar("Item", bound=HasSize)
+T = TypeVar("T")
 
 
 class _Sent(NamedTuple):
@@ -120,7 +121,7 @@ class Exchange:
         Raises:
             CompressionError: a packet is not the expected one.
         """
-        for bucket in self._buckets(gradients):
+        for bucket in fill_buckets(gradients, lambda each: each.values.nbytes, self._bucket_bytes):
             self.start(bucket, factor, scale, step)
         self.finish()
 
@@ -188,17 +189,6 @@ class Exchange:
         self._sums = self._sums + sums if same and self._sums is not None else sums
         error = measure_error(exacts, averages)
         return error.relative_error, error.cosine
-
-    def _buckets(self, gradients: Sequence[Gradient]) -> Iterator[list[Gradient]]:
-        bucket, nbytes = list[Gradient](), 0
-        for gradient in gradients:
-            if bucket and nbytes + gradient.values.nbytes > self._bucket_bytes:
-                yield bucket
-                bucket, nbytes = [], 0
-            bucket.append(gradient)
-            nbytes += gradient.values.nbytes
-        if bucket:
-            yield bucket
 
     def _advance(self, bucket: _InFlight) -> bool:
         """Wait for a transfer of a bucket and start its next one; return False if there is none."""
@@ -273,6 +263,18 @@ class Exchange:
                 sent = _Sent(each, gradient.values, start, nbytes, gradient.owner is None)
                 plan[each.owner].append(sent)
         return plan
+
+
+def fill_buckets(items: Iterable[T], nbytes: Callable[[T], int], bucket_bytes: int) -> list[list[T]]:
+    """Put items in buckets, in order, each of at most `bucket_bytes`, or of one item that is larger."""
+    buckets, left = list[list[T]](), 0
+    for item in items:
+        if not buckets or nbytes(item) > left:
+            buckets.append([])
+            left = bucket_bytes
+        buckets[-1].append(item)
+        left -= nbytes(item)
+    return buckets
 
 
 def _sample(gradients: Sequence[Gradient]) -> Iterator[tuple[Tensor, int | None]]:
