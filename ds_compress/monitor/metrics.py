@@ -108,7 +108,7 @@ def complete(channels: Channels, before: Channels, stamps: Tensor, step_ms: floa
     """Add to `channels` the values that need both ends of a channel.
 
     Args:
-        before: what was written last; empty at first.
+        before: what was written last; zeros at first.
         stamps: [boundary, direction, side, packet] when packets of the step left, and came, in milliseconds.
     """
     for number, directions in enumerate(channels):
@@ -119,7 +119,7 @@ def complete(channels: Channels, before: Channels, stamps: Tensor, step_ms: floa
         )
         packet = {}
         for direction, values in directions.items():
-            last = before[number][direction] if before else dict.fromkeys(COUNTERS, 0.0)
+            last = before[number][direction]
             messages, raw, wire, samples, returned = (values[key] - last[key] for key in TOTALS)
             values["ratio"] = ratio(raw, wire)
             values["hit_rate"] = returned / samples if samples else 0.0

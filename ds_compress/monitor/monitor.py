@@ -75,10 +75,9 @@ class Monitor(RuntimePart):
         self._warned: set[tuple[int, str, str]] = set()  # (boundary, direction, limit)
         self._gathered: metrics.Channels = []
         self._gradients: dict[str, list[dict[str, float]]] = {}  # of the last reduced step, by kind and stage
-        self._written_gradients: dict[str, list[dict[str, float]]] = {}
+        self._written, self._written_gradients = self._table.channels, self._table.gradients  # zeros
         # of the last measured step, and of the one before
         self._last: tuple[metrics.Channels, metrics.Channels] = [], []
-        self._written: metrics.Channels = []
         self._first = self._steps = 0  # number of the first step of this run, and of the last reduced one
         self._waited: list[tuple[float, float]] = []  # share and seconds of each written step spent waiting
 
@@ -195,9 +194,7 @@ class Monitor(RuntimePart):
             return {}
         now, before = self._last
         return {
-            (number, direction): MessageQuality.of(
-                values, before[number].get(direction, {}) if before else {}, direction
-            )
+            (number, direction): MessageQuality.of(values, before[number].get(direction, {}), direction)
             for number, directions in enumerate(now)
             for direction, values in directions.items()
         }
@@ -312,14 +309,12 @@ class Monitor(RuntimePart):
 
     def _gradient_events(self, samples: int) -> Events:
         """Return the metrics of gradients that stages exchange as (label, value, samples)."""
-        events, before = Events(), self._written_gradients
-        self._written_gradients = self._gradients
+        events, before, self._written_gradients = Events(), self._written_gradients, self._gradients
         for kind in self._exchanged:
             for stage, values in enumerate(self._gradients[kind]):
                 if kind == "tied" and not values["members"]:  # this stage has no copy
                     continue
-                last = before[kind][stage] if before else dict.fromkeys(values, 0.0)
-                raw, wire = (values[key] - last[key] for key in ("raw_bytes", "wire_bytes"))
+                raw, wire = (values[key] - before[kind][stage][key] for key in ("raw_bytes", "wire_bytes"))
                 found = {**values, "ratio": metrics.ratio(raw, wire)}
                 events += [
                     (metrics.exchange_label(kind, stage, name), found[name], samples)
