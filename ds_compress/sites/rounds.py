@@ -117,7 +117,7 @@ class Rounds:
         self._limit = patience(options)
         # whether this replica deletes old rounds, for all; at first each does, so that `kept` is there
         self._deletes = True
-        self._own: tuple[int, str, Tensor | None] = -1, "", None  # round, digest and bytes of its last packet
+        self._own: tuple[int, str, Tensor] | None = None  # round, digest and bytes of its last packet
         self._exchanges = 0  # so far, the same on all slots
         self._last_beat = self._last_look = -BEAT_S
         self._moved_chunks = 0
@@ -373,14 +373,10 @@ class Rounds:
 
     def _packet(self, number: int, replica: int) -> Tensor:
         """Return a packet; that of this rank is at hand."""
-        own_number, own_digest, packet = self._own
-        is_own = (number, replica) == (own_number, self.number)
-        if (
-            packet is not None
-            and is_own
-            and self._board.packet_digest(number, self._slot, replica) == own_digest
-        ):
-            return packet
+        if self._own is not None and replica == self.number:
+            own_number, own_digest, packet = self._own
+            if own_number == number and self._board.packet_digest(number, self._slot, replica) == own_digest:
+                return packet
         return self._board.packet(number, self._slot, replica)
 
     def _conclude(self, number: int, candidates: Sequence[int]) -> None:
