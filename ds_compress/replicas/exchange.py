@@ -69,8 +69,7 @@ Rounds = Generator[Transfer, Tensor | None, None]
 class _InFlight:
     """A bucket in exchange, of which a transfer is in flight."""
 
-    gradients: Sequence[Gradient]
-    exact: Tensor | None  # its exact average, if it is measured
+    exact: list[tuple[Tensor, Tensor]] | None  # of `Exchange._exact`, if it is measured
     rounds: Rounds
     started: Started | None  # None: all averages are in place
 
@@ -135,7 +134,7 @@ class Exchange:
             measures, self._measures = self._measures, False
             exact = self._exact(bucket, factor) if measures else None
             rounds = self.rounds(bucket, factor, scale, step)
-            self._in_flight.append(_InFlight(bucket, exact, rounds, self.replicas.start(next(rounds))))
+            self._in_flight.append(_InFlight(exact, rounds, self.replicas.start(next(rounds))))
             if len(self._in_flight) > GATHERS_AFTER:
                 self._advance(self._in_flight[-1 - GATHERS_AFTER])
             if len(self._in_flight) > ENDS_AFTER:
@@ -167,26 +166,30 @@ class Exchange:
         found = [e.float().norm() for each in self.slices for h in HALVES for e in residuals(each.memory, h)]
         return torch.stack(found).norm().item() if found else 0.0
 
-    def _exact(self, gradients: Sequence[Gradient], factor: float) -> Tensor:
-        flat = torch.cat([values.float() for values, _ in _sample(gradients)])
+    def _exact(self, gradients: Sequence[Gradient], factor: float) -> list[tuple[Tensor, Tensor]]:
+        """Return exact averages of a bucket, each with the values that its average will replace: of the first
+        `MEASURED` values those that this replica gets."""
+        starts = itertools.accumulate((each.values.numel() for each in gradients), initial=0)
+        sample = [each.values[: max(0, MEASURED - start)] for each, start in zip(gradients, starts)]
+        flat = torch.cat([values.float() for values in sample])
         dist.all_reduce(flat, group=self.replicas.groups[0])
-        return flat.mul_(factor)
-
-    def _compare(self, gradients: Sequence[Gradient], exact: Tensor) -> tuple[float, float]:
-        sample = list(_sample(gradients))
-        parts = exact.split([values.numel() for values, _ in sample])
-        known = [
+        parts = flat.mul_(factor).split([values.numel() for values in sample])
+        return [
             (part, values)
-            for part, (values, owner) in zip(parts, sample)
-            if owner in (None, self.replicas.rank)
+            for part, values, each in zip(parts, sample, gradients)
+            if values.numel() and each.owner in (None, self.replicas.rank)
         ]
-        if not known:
+
+    def _compare(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, float]:
+        """Return the relative error and the cosine of averages, given what `_exact` returned; add them up."""
+        if not pairs:
             return math.nan, math.nan
-        exacts, averages = zip(*known)
+        exacts, averages = zip(*pairs)
         whole = torch.cat(exacts)
         sums = torch.stack([whole, torch.cat(averages) - whole])
-        same = self._sums is not None and self._sums.shape == sums.shape
-        self._sums = self._sums + sums if same and self._sums is not None else sums
+        if self._sums is not None and self._sums.shape == sums.shape:
+            sums += self._sums
+        self._sums = sums
         error = measure_error(exacts, averages)
         return error.relative_error, error.cosine
 
@@ -205,7 +208,7 @@ class Exchange:
         while self._advance(bucket):
             pass
         if bucket.exact is not None:
-            self.quality = self._compare(bucket.gradients, bucket.exact)
+            self.quality = self._compare(bucket.exact)
 
     def rounds(self, gradients: Sequence[Gradient], factor: float, scale: float, step: int) -> Rounds:
         """Average one bucket: yield each transfer to send, and receive the packets that arrived.
@@ -275,17 +278,6 @@ def fill_buckets(items: Iterable[T], nbytes: Callable[[T], int], bucket_bytes: i
         buckets[-1].append(item)
         left -= nbytes(item)
     return buckets
-
-
-def _sample(gradients: Sequence[Gradient]) -> Iterator[tuple[Tensor, int | None]]:
-    """Yield the first `MEASURED` values of a bucket, by gradient, with the owner of each."""
-    left = MEASURED
-    for gradient in gradients:
-        values = gradient.values[:left]
-        if not values.numel():
-            return
-        left -= values.numel()
-        yield values, gradient.owner
 
 
 def cut(packets: Tensor, plan: Iterable[Item]) -> Iterator[tuple[Item, Tensor]]:
