@@ -19,7 +19,6 @@ from ds_compress.message.channel import Channel
 PREFIX = "Train/Compression"
 TOTALS = ("messages", "raw_bytes", "wire_bytes", "samples", "returned")
 COUNTERS = (*TOTALS, "message_raw_bytes", "message_wire_bytes")
-SIDES = 2  # of a channel: where it sends, where it receives
 
 SECTIONS = {
     "Bytes": {
@@ -112,19 +111,16 @@ def complete(channels: Channels, before: Channels, stamps: Tensor, step_ms: floa
         stamps: [boundary, direction, side, packet] when packets of the step left, and came, in milliseconds.
     """
     for number, directions in enumerate(channels):
-        counts = [int(directions[d]["step_messages"]) for d in DIRECTIONS]
-        sent, arrived = (
-            {d: side[:count].tolist() for d, side, count in zip(DIRECTIONS, stamps[number, :, which], counts)}
-            for which in range(SIDES)
-        )
-        packet = {}
-        for direction, values in directions.items():
+        passed, packet = {}, {}
+        for place, (direction, values) in enumerate(directions.items()):
             last = before[number][direction]
             messages, raw, wire, samples, returned = (values[key] - last[key] for key in TOTALS)
             values["ratio"] = ratio(raw, wire)
             values["hit_rate"] = returned / samples if samples else 0.0
             packet[direction] = wire / max(messages, 1)
-        for direction, ms in transfer_ms(sent, arrived, packet).items():
+            left, arrived = stamps[number, place, :, : int(values["step_messages"])]
+            passed[direction] = (arrived - left).tolist()
+        for direction, ms in transfer_ms(passed, packet).items():
             values = directions[direction]
             values["transfer_ms"] = ms * values["step_messages"]
             values["link_busy"] = values["transfer_ms"] / step_ms
@@ -166,9 +162,7 @@ def stage_ms(channels: Channels, stage: int) -> dict[str, float]:
     return {name: sum(channel[f"{name}_ms"] for channel in ends[name]) for name in ends}
 
 
-def transfer_ms(
-    sent: Mapping[str, Sequence[float]], arrived: Mapping[str, Sequence[float]], nbytes: Mapping[str, float]
-) -> dict[str, float]:
+def transfer_ms(passed: Mapping[str, Sequence[float]], nbytes: Mapping[str, float]) -> dict[str, float]:
     """Estimate how long one message of a boundary takes on an idle link, by direction.
 
     The two sides have clocks of their own, so from one direction's stamps this cannot be known. But the
@@ -177,18 +171,17 @@ def transfer_ms(
     waiting.
 
     Args:
-        sent: when the packets of a step were handed to the link, on the sender's clock, in milliseconds.
-        arrived: when they were there, on the receiver's clock, in the same order.
+        passed: milliseconds of the packets of a step, from when one was handed to the link, on the sender's
+            clock, until it was there, on the receiver's clock.
         nbytes: size of a packet.
 
     Returns:
         Milliseconds; 0 where only one direction had packets, and nothing can be known.
     """
-    if not all(sent.values()):
-        return dict.fromkeys(DIRECTIONS, 0.0)
-    quickest = {d: min(end - start for start, end in zip(sent[d], arrived[d])) for d in DIRECTIONS}
-    round_trip = max(0.0, sum(quickest.values()))
-    return {d: round_trip * nbytes[d] / sum(nbytes.values()) for d in DIRECTIONS}
+    if not all(passed.values()):
+        return dict.fromkeys(passed, 0.0)
+    round_trip = max(0.0, sum(map(min, passed.values())))
+    return {direction: round_trip * each / sum(nbytes.values()) for direction, each in nbytes.items()}
 
 
 def uncompressed_step_ms(step_ms: float, channels: Channels, ranks: int) -> float:

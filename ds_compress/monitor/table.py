@@ -16,7 +16,7 @@ from torch import distributed as dist
 from ds_compress.config import DIRECTIONS
 from ds_compress.message.channel import Channel
 from ds_compress.message.meters import ReceivingMeter, SendingMeter
-from ds_compress.monitor.metrics import COUNTERS, EXCHANGE, GRADIENTS, SIDES, Channels
+from ds_compress.monitor.metrics import COUNTERS, EXCHANGE, GRADIENTS, Channels
 
 COLUMNS = (
     *COUNTERS,
@@ -28,6 +28,7 @@ COLUMNS = (
 )
 EXCHANGED = tuple(name for name in EXCHANGE if name != "ratio")
 """Columns of gradients that a stage exchanges."""
+SIDES = 2  # of a channel: where it sends, where it receives
 STAMPS = 64
 """Packets of a channel, the first of a step, of which times are exchanged."""
 

@@ -18,7 +18,8 @@ def test_transfer_time_needs_no_common_clock(skew):
     """Packets of 3000 and 1000 bytes that take 30 and 10 ms; the receiver was late for some."""
     sent = {"forward": [0.0, 50.0, 60.0], "backward": [100.0 + skew, 150.0 + skew, 200.0 + skew]}
     arrived = {"forward": [30.0 + skew, 95.0 + skew, 110.0 + skew], "backward": [140.0, 160.0, 900.0]}
-    found = metrics.transfer_ms(sent, arrived, {"forward": 3000.0, "backward": 1000.0})
+    passed = {name: [end - start for start, end in zip(sent[name], arrived[name])] for name in sent}
+    found = metrics.transfer_ms(passed, {"forward": 3000.0, "backward": 1000.0})
     assert found == pytest.approx({"forward": 30.0, "backward": 10.0})
 
 
