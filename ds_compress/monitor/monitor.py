@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -124,17 +124,11 @@ class Monitor(RuntimePart):
 
     def end_step(self, step: Step) -> None:
         """Collect, reduce and report the values of a training step; all stages call it."""
-        ends, sinks = step.stage.ends, step.engine.monitor
+        sinks = step.engine.monitor
         if self._announced and not self._due:
             return
         first, self._announced = not self._announced, True
-        if first:
-            with self._guarded():  # how each message that this rank sends is compressed
-                sent = [(end.channel, end.channel.sent.latest) for end in ends if end.sends]
-                for channel, layout in sent:
-                    if layout:
-                        self._notes.set(channel.place, layout.describe(channel.codec))
-        step_ms = self._collect(ends, step.values)
+        step_ms = self._collect(step, first)
         self._table.add_up(self._group)
         statuses = self._table.statuses
         if self._is_measured:
@@ -216,21 +210,25 @@ class Monitor(RuntimePart):
         self._last = before, []
         self._table.clear()  # no step is measured since
 
-    def _collect(
-        self, ends: Sequence[End], gradients: Mapping[str, Callable[[], Mapping[str, float]]]
-    ) -> float:
-        """Fill the table with this stage's values; return the duration of the step in ms."""
+    def _collect(self, step: Step, notes: bool) -> float:
+        """Fill the table with this stage's values; return the duration of the step in ms.
+
+        Args:
+            notes: whether the reporting rank is told how messages of this rank are compressed.
+        """
         meters, step_ms = self._take_meters(), 0.0
         self._table.clear()
         with self._guarded():
             if self._measures:
                 step_ms = self._clock.ms(self._began, self._clock.mark())
-            for kind, values_of in gradients.items():
+            for kind, values_of in step.values.items():
                 self._table.fill_gradients(kind, self._rank, values_of())
-            for channel in (end.channel for end in ends if end.sends):
+            for channel in (end.channel for end in step.stage.ends if end.sends):
                 sent, latest = channel.sent, channel.sent.latest
                 sizes = (latest.raw_bytes, latest.compressed_bytes(channel.codec)) if latest else (0, 0)
                 self._table.fill(channel, dict(zip(metrics.COUNTERS, (*sent.totals, *sizes))))
+                if notes and latest:
+                    self._notes.set(channel.place, latest.describe(channel.codec))
             for end, meter in meters:
                 self._failure = self._failure or meter.failure
                 values = meter.values()
