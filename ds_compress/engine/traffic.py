@@ -13,7 +13,7 @@ from ds_compress.config import Config
 from ds_compress.message.gradient_error import AVERAGED
 from ds_compress.message.part import RuntimePart, Step
 from ds_compress.replicas.exchange import Exchange
-from ds_compress.replicas.slices import SliceCodec
+from ds_compress.replicas.slices import SliceCodec, residual_norm
 
 logger = logging.getLogger("ds_compress")
 
@@ -94,7 +94,7 @@ class GradientTraffic(RuntimePart, ABC):
             "relative_error": error,
             "cosine": cosine,
             "gradient_error": self._gradient_error,
-            "residual_norm": exchange.residual_norm(),
+            "residual_norm": residual_norm(each.memory for each in exchange.slices),
             "round_s": 0.0,
             "rounds": 0.0,
             "members": exchange.replicas.size,

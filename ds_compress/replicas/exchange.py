@@ -23,9 +23,8 @@ from torch import distributed as dist
 
 from ds_compress.codec import Codec
 from ds_compress.codecs.message_error import measure_error
-from ds_compress.feedback.state import residuals
 from ds_compress.message.layout import Counters
-from ds_compress.replicas.slices import AVERAGE, GRADIENT, HALVES, Gradient, Slice, SliceCodec, Slices
+from ds_compress.replicas.slices import AVERAGE, GRADIENT, Gradient, Slice, SliceCodec, Slices
 from ds_compress.replicas.transfers import Replicas, Started, Transfer
 
 MEASURED = 2**20
@@ -160,11 +159,6 @@ class Exchange:
         """
         sums, self._sums = self._sums, None
         return math.nan if sums is None else float(sums[1].norm() / sums[0].norm())
-
-    def residual_norm(self) -> float:
-        """Return the norm of both residuals of all slices."""
-        found = [e.float().norm() for each in self.slices for h in HALVES for e in residuals(each.memory, h)]
-        return torch.stack(found).norm().item() if found else 0.0
 
     def _exact(self, gradients: Sequence[Gradient], factor: float) -> list[tuple[Tensor, Tensor]]:
         """Return exact averages of a bucket, each with the values that its average will replace: of the first

@@ -10,7 +10,7 @@ Optimizers divide a gradient by its own size, so noise in a row that had no grad
 would be a full step. Groups of a codec cross rows: a packet also says, one bit a row, which rows are zero.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ds_compress.codec import Codec, Context, Layout, MessageId, TensorSpec, fill
 from ds_compress.errors import errors_at
+from ds_compress.feedback.state import residuals
 from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.numerics import is_readable
 from ds_compress.message.layout import explain
@@ -102,6 +103,12 @@ class Slice:
 def slice_numel(numel: int, replicas: int) -> int:
     """Return how many values a slice has if a parameter of `numel` values is cut for `replicas`."""
     return -(-numel // (replicas * ALIGNMENT)) * ALIGNMENT
+
+
+def residual_norm(memories: Iterable[Mapping[str, Tensor]]) -> float:
+    """Return the norm of all residuals in `memories` of slices, of both halves."""
+    norms = [e.float().norm() for memory in memories for half in HALVES for e in residuals(memory, half)]
+    return torch.stack(norms).norm().item() if norms else 0.0
 
 
 class SliceCodec:

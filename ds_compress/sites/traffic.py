@@ -21,10 +21,9 @@ from ds_compress.config import Config
 from ds_compress.config.replicas import STORE
 from ds_compress.engine.deepspeed import copy_weights_to_parameters, has_partitions
 from ds_compress.errors import CompressionError, in_one_line
-from ds_compress.feedback.state import residuals
 from ds_compress.message.layout import Counters
 from ds_compress.message.part import Engine, RuntimePart, Step
-from ds_compress.replicas.slices import GRADIENT
+from ds_compress.replicas.slices import residual_norm
 from ds_compress.sites.board import Position
 from ds_compress.sites.join import Join, say
 from ds_compress.sites.masters import build_delta_codec, find_masters, read_masters, write_masters
@@ -129,12 +128,10 @@ class OuterTraffic(RuntimePart):
 
     def values(self) -> dict[str, float]:
         """Return what the monitor writes of this rank, by name in `metrics.EXCHANGE`."""
-        memories = self.codec.residuals().values()
-        norms = [e.float().norm() for memory in memories for e in residuals(memory, GRADIENT)]
         return {
             "raw_bytes": self.sent.raw_bytes,
             "wire_bytes": self.sent.wire_bytes,
-            "residual_norm": torch.stack(norms).norm().item() if norms else 0.0,
+            "residual_norm": residual_norm(self.codec.residuals().values()),
             "round_s": self._round_s,
             "rounds": self.sent.messages,
             "members": self._members,
