@@ -310,7 +310,7 @@ class Rounds:
             self._launch.set_checked(self._slot, number, bad)
             if self._slot == 0:
                 self._conclude(number, candidates)
-        text = self._wait_in(number, lambda: self._board.outcome(number), f"the outcome of round {number}")
+        text = self._wait(lambda: self._board.outcome(number), f"the outcome of round {number}", number)
         members = members_of(text)
         if members != summed:
             bad, total = self._sum(number, members, codec)
@@ -349,7 +349,7 @@ class Rounds:
                     return self._board.decide_candidates(number, came if is_enough else [])
             return self._board.candidates(number)
 
-        return self._wait_in(number, ready, f"the other slots of this replica in round {number}")
+        return self._wait(ready, f"the other slots of this replica in round {number}", number)
 
     def _sum(
         self, number: int, replicas: Sequence[int], codec: DeltaCodec
@@ -384,10 +384,10 @@ class Rounds:
         bad: dict[int, str] = {}
         for slot in range(self._slots):
             checked = functools.partial(self._checked, number, slot)
-            bad |= self._wait_in(number, checked, f"slot {slot} in round {number}")
+            bad |= self._wait(checked, f"slot {slot} in round {number}", number)
         self._board.vote(number, self.number, sorted(bad))
         self._voting = None
-        outcome = self._wait_in(number, self._vote_counter(number, candidates), f"votes of round {number}")
+        outcome = self._wait(self._vote_counter(number, candidates), f"votes of round {number}", number)
         for replica in sorted(set(candidates).difference(members_of(outcome))):
             why = bad.get(replica, "other replicas cannot read its packet")
             log.warning("ds_compress: round %d: replica %s is left out: %s", number, replica, why)
@@ -436,26 +436,23 @@ class Rounds:
         needed = [each for each in given if each > number - self._kept_rounds]
         return min([max(0, number - KEPT_ROUNDS + 1), *needed])
 
-    def _wait_in(self, number: int, ready: Callable[[], Found | None], what: str) -> Found:
-        """Like `_wait`, while the round is in the store."""
-
-        def ready_in_round() -> Found | None:
-            if time.monotonic() - self._last_look >= BEAT_S:
-                self._is_open(number)
-            return ready()
-
-        return self._wait(ready_in_round, what)
-
-    def _wait(self, ready: Callable[[], Found | None], what: str) -> Found:
+    def _wait(self, ready: Callable[[], Found | None], what: str, number: int | None = None) -> Found:
         """Return what `ready` returns, when it is not None.
 
+        Args:
+            number: of the round that has to be in the store meanwhile; None: of none.
+
         Raises:
-            CompressionError: no rank of this launch has sent or received anything for too long, or one has
-                failed.
+            CompressionError: no rank of this launch has sent or received anything for too long, one has
+                failed, or others have deleted the round.
         """
         moved, since, pause = self._launch.count_moved(), time.monotonic(), 0.01
         looked = since
-        while (found := ready()) is None:
+        while True:
+            if number is not None and time.monotonic() - self._last_look >= BEAT_S:
+                self._is_open(number)
+            if (found := ready()) is not None:
+                return found
             if (now := time.monotonic()) - looked > BEAT_S:
                 if (failure := self._launch.failure()) is not None:
                     raise CompressionError(failure)
@@ -466,7 +463,6 @@ class Rounds:
                     raise CompressionError(f"{what} did not come within {self._limit:g} s")
             pause = min(1.5 * pause, 0.5)
             self.ended.wait(min(pause, self.tend()))
-        return found
 
 
 def _too_late(number: int) -> CompressionError:

@@ -1082,7 +1082,7 @@ def test_one_that_died_before_its_vote_is_waited_for_once(store, clock):
     assert members_of(outcome()) == (1, 2)
     first._board.announce(1, 1)
     first._board.come(1, 1)
-    first._wait = lambda ready, what: ready()
+    first._wait = lambda ready, *_: ready()
     assert first._candidates(1) == [1]
 
 
