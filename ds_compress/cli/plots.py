@@ -1,5 +1,6 @@
 """Plot runs for `ds-compress report`: each function returns a figure, or None if the runs lack the data."""
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -87,10 +88,8 @@ def step_time(runs: list[RecordedRun]) -> Figure | None:
     for run in runs:
         if not math.isnan(run.median("step_ms")) and run.boundaries:
             names = ("encode_ms", "decode_ms", "wait_ms", "send_ms")
-            channels = [
-                {d: {name: run.median(name, b, d) for name in names} for d in DIRECTIONS}
-                for b in range(run.boundaries)
-            ]
+            keys = itertools.product(range(run.boundaries), DIRECTIONS)
+            channels = {key: {name: run.median(name, *key) for name in names} for key in keys}
             for stage in range(run.boundaries + 1):
                 bars.append((f"{run.name}\nstage {stage}", run, stage_ms(channels, stage)))
     if not bars:

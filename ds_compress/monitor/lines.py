@@ -1,6 +1,7 @@
 """Format the lines of the monitor: one when training begins, warnings, and one at the end."""
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from rich.filesize import decimal
 
@@ -22,10 +23,10 @@ def announcement(
         gradients: by kind, what is exchanged, and the codec.
     """
     numbers: dict[str, list[int]] = {}  # by description of a boundary
-    for number, directions in enumerate(channels):
+    for number, keys in itertools.groupby(channels, lambda key: key[0]):
         parts, said = [], ""
-        for name, values in directions.items():
-            raw, wire = values["message_raw_bytes"], values["message_wire_bytes"]
+        for _, name in keys:
+            raw, wire = (channels[number, name][f"message_{which}_bytes"] for which in ("raw", "wire"))
             sizes = f"{raw:,.0f} -> {wire:,.0f} bytes ({ratio(raw, wire):.2f}x)"
             codec = getattr(config.in_force.codecs(number), name)
             part = f"{name} {codec} {sizes}" if raw else f"{name} no packets"
@@ -50,9 +51,8 @@ def size_notes(config: Config, channels: Channels) -> list[str]:
     """Return a warning for each codec that makes messages larger, once for all channels that share it."""
     size_note = config.in_force.size_note
     notes = {
-        size_note(number, name, values["message_raw_bytes"], values["message_wire_bytes"]): None
-        for number, directions in enumerate(channels)
-        for name, values in directions.items()
+        size_note(*key, values["message_raw_bytes"], values["message_wire_bytes"]): None
+        for key, values in channels.items()
     }
     return list(filter(None, notes))
 
@@ -88,7 +88,7 @@ def summary(
         gradients: bytes of those that are exchanged, by kind and stage.
         exchanged: as `gradients` of `announcement`.
     """
-    sent = _instead([c for b in channels for c in b.values()])
+    sent = _instead(channels.values())
     parts = [sent] if sent else []
     for kind, said in exchanged.items():
         if between := _instead(gradients[kind]):
@@ -105,7 +105,7 @@ def summary(
     return line
 
 
-def _instead(counters: Sequence[Mapping[str, float]]) -> str:
+def _instead(counters: Collection[Mapping[str, float]]) -> str:
     """Return the bytes sent and those without compression; empty if no byte was sent."""
     raw, wire = (int(sum(each[key] for each in counters)) for key in ("raw_bytes", "wire_bytes"))
     said = [decimal(count, precision=2) for count in (wire, raw, abs(raw - wire))]

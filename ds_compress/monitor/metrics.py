@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ds_compress.config import DIRECTIONS
+from ds_compress.config.policies import ChannelKey
 from ds_compress.feedback.state import residuals
 from ds_compress.message.channel import Channel
 
@@ -77,8 +78,8 @@ EVALUATIONS = {
 }
 """Values of evaluations, each of one state of the weights."""
 
-Channels = Sequence[Mapping[str, dict[str, float]]]
-"""By boundary, direction and name."""
+Channels = Mapping[ChannelKey, dict[str, float]]
+"""Values by name, of each channel, in the order of boundaries."""
 
 
 def label(name: str, boundary: int | None = None, direction: str | None = None) -> str:
@@ -110,18 +111,18 @@ def complete(channels: Channels, before: Channels, stamps: Tensor, step_ms: floa
         before: what was written last; zeros at first.
         stamps: [boundary, direction, side, packet] when packets of the step left, and came, in milliseconds.
     """
-    for number, directions in enumerate(channels):
+    for number, of_boundary in enumerate(stamps):
         passed, packet = {}, {}
-        for place, (direction, values) in enumerate(directions.items()):
-            last = before[number][direction]
+        for direction, sides in zip(DIRECTIONS, of_boundary):
+            values, last = channels[number, direction], before[number, direction]
             messages, raw, wire, samples, returned = (values[key] - last[key] for key in TOTALS)
             values["ratio"] = ratio(raw, wire)
             values["hit_rate"] = returned / samples if samples else 0.0
             packet[direction] = wire / max(messages, 1)
-            left, arrived = stamps[number, place, :, : int(values["step_messages"])]
+            left, arrived = sides[:, : int(values["step_messages"])]
             passed[direction] = (arrived - left).tolist()
         for direction, ms in transfer_ms(passed, packet).items():
-            values = directions[direction]
+            values = channels[number, direction]
             values["transfer_ms"] = ms * values["step_messages"]
             values["link_busy"] = values["transfer_ms"] / step_ms
 
@@ -153,11 +154,8 @@ def residual_values(channel: Channel, message_norm: float) -> dict[str, float]:
 
 def stage_ms(channels: Channels, stage: int) -> dict[str, float]:
     """Return how long `stage` spends on its messages: encode, decode, wait and send milliseconds per step."""
-    sends = [channels[stage]["forward"]] if stage < len(channels) else []
-    receives = [channels[stage]["backward"]] if stage < len(channels) else []
-    if stage > 0:
-        sends.append(channels[stage - 1]["backward"])
-        receives.append(channels[stage - 1]["forward"])
+    sends = [channels[key] for key in ((stage, "forward"), (stage - 1, "backward")) if key in channels]
+    receives = [channels[key] for key in ((stage, "backward"), (stage - 1, "forward")) if key in channels]
     ends = {"encode": sends, "decode": receives, "wait": receives, "send": sends}
     return {name: sum(channel[f"{name}_ms"] for channel in ends[name]) for name in ends}
 
@@ -201,12 +199,12 @@ def uncompressed_step_ms(step_ms: float, channels: Channels, ranks: int) -> floa
     def exposed(channel: Mapping[str, float]) -> float:
         return min(channel["wait_ms"], channel["transfer_ms"]) * (channel["ratio"] - 1)
 
-    changes = [0.0] * ranks
-    for stage in range(len(channels) + 1):
+    changes, boundaries = [0.0] * ranks, len(channels) // len(DIRECTIONS)
+    for stage in range(boundaries + 1):
         spent = stage_ms(channels, stage)
-        touching = [c for boundary in channels[max(0, stage - 1) : stage + 1] for c in boundary.values()]
-        rank = stage if stage < ranks else len(channels) - stage
+        touching = [values for (number, _), values in channels.items() if number in (stage - 1, stage)]
+        rank = stage if stage < ranks else boundaries - stage
         changes[rank] += sum(map(exposed, touching)) - spent["encode"] - spent["decode"]
-    found = [c["transfer_ms"] * c["ratio"] for boundary in channels for c in boundary.values()]
+    found = [channel["transfer_ms"] * channel["ratio"] for channel in channels.values()]
     saturated = max(found, default=0.0)  # a pipeline of one stage has no boundary
     return max(step_ms + max(changes), saturated)

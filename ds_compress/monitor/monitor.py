@@ -9,6 +9,7 @@ from typing import Any
 from torch.distributed import Store
 
 from ds_compress.config import KEY, Config
+from ds_compress.config.policies import ChannelKey
 from ds_compress.errors import in_one_line
 from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
 from ds_compress.message.clock import clock_for
@@ -73,11 +74,11 @@ class Monitor(RuntimePart):
         self._failure = ""  # first error of this rank, in one line
         self._is_logged, self._off, self._sizes_pending = False, False, True
         self._warned: set[tuple[int, str, str]] = set()  # (boundary, direction, limit)
-        self._gathered: metrics.Channels = []
+        self._gathered: metrics.Channels = {}
         self._gradients: dict[str, list[dict[str, float]]] = {}  # of the last reduced step, by kind and stage
         self._written, self._written_gradients = self._table.channels, self._table.gradients  # zeros
         # of the last measured step, and of the one before
-        self._last: tuple[metrics.Channels, metrics.Channels] = [], []
+        self._last: tuple[metrics.Channels, metrics.Channels] = {}, {}
         self._first = self._steps = 0  # number of the first step of this run, and of the last reduced one
         self._waited: list[tuple[float, float]] = []  # share and seconds of each written step spent waiting
 
@@ -179,7 +180,7 @@ class Monitor(RuntimePart):
         """Return whether the last reduced step was measured on all stages."""
         return all(status is Status.MEASURED for status in self._table.statuses)
 
-    def message_quality(self) -> dict[tuple[int, str], MessageQuality]:
+    def message_quality(self) -> dict[ChannelKey, MessageQuality]:
         """Return the values that the guard limits, of the last reduced step, by boundary and direction.
 
         All stages of the pipeline get the same values; the dict is empty if the step was not measured.
@@ -187,27 +188,22 @@ class Monitor(RuntimePart):
         if not self._is_measured:
             return {}
         now, before = self._last
-        return {
-            (number, direction): MessageQuality.of(values, before[number].get(direction, {}), direction)
-            for number, directions in enumerate(now)
-            for direction, values in directions.items()
-        }
+        return {key: MessageQuality.of(values, before.get(key, {}), key[1]) for key, values in now.items()}
 
     def own_state(self) -> dict[str, list[float]]:
         """Return what the guard judges the next measured step by."""
         return {
             f"{number}/{direction}": [finite(values[name]) for name in LASTING]
-            for number, directions in enumerate(self._last[0])
-            for direction, values in directions.items()
+            for (number, direction), values in self._last[0].items()
         }
 
     def resume(self, step: Step, state: object, own: Mapping[str, list[float]]) -> None:
-        before: list[dict[str, dict[str, float]]] = [{} for _ in range(self.boundaries)]
+        before = {}
         for place, values in own.items():
             number, _, direction = place.partition("/")
             if direction:  # the others are not of the monitor
-                before[int(number)][direction] = dict(zip(LASTING, values))
-        self._last = before, []
+                before[int(number), direction] = dict(zip(LASTING, values))
+        self._last = before, {}
         self._table.clear()  # no step is measured since
 
     def _collect(self, step: Step, notes: bool) -> float:
@@ -292,9 +288,8 @@ class Monitor(RuntimePart):
     def _events(self, channels: metrics.Channels, step_ms: float, samples: int) -> Events:
         """Return the metrics of a measured step as (label, value, samples)."""
         events = [
-            (metrics.label(name, number, direction), values[name], samples)
-            for number, directions in enumerate(channels)
-            for direction, values in directions.items()
+            (metrics.label(name, *key), values[name], samples)
+            for key, values in channels.items()
             for name in metrics.CHANNEL
         ]
         events += self._gradient_events(samples)

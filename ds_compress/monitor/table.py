@@ -5,6 +5,7 @@ values, or one that failed to measure them, takes part like any other.
 """
 
 import enum
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -90,10 +91,8 @@ class Table:
 
     @property
     def channels(self) -> Channels:
-        return [
-            {name: dict(zip(COLUMNS, row)) for name, row in zip(DIRECTIONS, boundary)}
-            for boundary in self._columns.tolist()
-        ]
+        keys = itertools.product(range(len(self._columns)), DIRECTIONS)
+        return {key: dict(zip(COLUMNS, row)) for key, row in zip(keys, self._columns.flatten(0, 1).tolist())}
 
     @property
     def gradients(self) -> dict[str, list[dict[str, float]]]:

@@ -71,7 +71,7 @@ def test_the_list(capsys):
 
 def test_the_first_line_names_it():
     sizes = {"message_raw_bytes": 100.0, "message_wire_bytes": 50.0}
-    channels = [dict.fromkeys(DIRECTIONS, sizes)]
+    channels = {(0, direction): sizes for direction in DIRECTIONS}
     line = announcement(Config({"recipe": "bf16"}), channels, "eager", lambda place: "", {})
     assert "active, recipe bf16, link eager" in line
     assert "active, link eager" in announcement(Config({}), channels, "eager", lambda place: "", {})

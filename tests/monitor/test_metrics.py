@@ -1,6 +1,7 @@
 """What follows from the measurements of a step, and what of it is shown: charts, lines, progress."""
 
 import io
+import itertools
 import re
 from pathlib import Path
 
@@ -28,17 +29,22 @@ def channel_values(**values):
     return times | {"ratio": 1.0} | values
 
 
+def channels_of(*values):
+    """Channels with these values, boundary by boundary."""
+    return dict(zip(itertools.product(range(len(values)), DIRECTIONS), values))
+
+
 def test_estimate_of_the_uncompressed_step():
     free = channel_values()
-    codec_only = [{"forward": channel_values(encode_ms=5.0, decode_ms=3.0), "backward": free}]
+    codec_only = channels_of(channel_values(encode_ms=5.0, decode_ms=3.0), free)
     assert uncompressed_step_ms(100.0, codec_only, 2) == 97.0  # less stage 1's 3 ms: both must get faster
-    exposed = [{"forward": channel_values(wait_ms=20.0, transfer_ms=10.0, ratio=4.0), "backward": free}]
+    exposed = channels_of(channel_values(wait_ms=20.0, transfer_ms=10.0, ratio=4.0), free)
     assert uncompressed_step_ms(100.0, exposed, 2) == 130.0
-    saturated = [{"forward": channel_values(transfer_ms=60.0, ratio=4.0), "backward": free}]
+    saturated = channels_of(channel_values(transfer_ms=60.0, ratio=4.0), free)
     assert uncompressed_step_ms(100.0, saturated, 2) == 240.0
     # DualPipeV on two ranks: both send and receive at both boundaries, out and back, and both get faster by 8
     # ms
-    there_and_back = [codec_only[0], {"forward": codec_only[0]["forward"], "backward": free}]
+    there_and_back = channels_of(*2 * list(codec_only.values()))
     assert uncompressed_step_ms(100.0, there_and_back, 2) == 92.0
     assert stage_ms(codec_only, 0)["encode"] == 5.0 and stage_ms(codec_only, 1)["decode"] == 3.0
 
@@ -57,7 +63,7 @@ def test_the_page_on_metrics_explains_every_label():
 
 def channels(raw, wire, count=1):
     totals = {"raw_bytes": raw, "wire_bytes": wire, "message_raw_bytes": raw, "message_wire_bytes": wire}
-    return [dict.fromkeys(DIRECTIONS, totals) for _ in range(count)]
+    return channels_of(*2 * count * [totals])
 
 
 def test_nothing_is_saved_where_headers_are_all_that_is_added():
