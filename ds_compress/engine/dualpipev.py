@@ -49,7 +49,7 @@ class QueuedSender(Sender):
         Args:
             queue: queues an operation, `dist.isend` or `dist.irecv`, on tensors.
         """
-        super().__init__(peer, device)
+        super().__init__(peer, device, is_eager=False)
         self._queue = queue
 
     def send(self, packet: Packet) -> None:
@@ -64,7 +64,7 @@ class QueuedReceiver(Receiver):
         Args:
             launch: returns when everything queued is done.
         """
-        super().__init__(peer, device)
+        super().__init__(peer, device, is_eager=False)
         self._queue = queue
         self._launch = launch
         self._queued: deque[Packet] = deque()

@@ -13,8 +13,6 @@ from ds_compress.message.channel import Channel
 from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
 from ds_compress.transport.connections import connect, require_files
 from ds_compress.transport.p2p import (
-    EagerReceiver,
-    EagerSender,
     ExchangeConnections,
     PeerTimeout,
     Receiver,
@@ -46,15 +44,14 @@ def wire(stage: Stage, engine: Any, depth: int) -> None:
     def link(kind: type[Any], channel: Channel, neighbour: int, use: str = "") -> Any:
         own = groups.get((channel.boundary.number % 2, f"{channel.direction}{use}"), (None,))
         timeout = PeerTimeout(channel.place, seconds)
-        return kind(engine.grid.stage_to_global(neighbour), engine.device, own, timeout, depth)
+        return kind(engine.grid.stage_to_global(neighbour), engine.device, own, timeout, depth, eager)
 
     if eager and shapes:
         after, before = stage.after, stage.before
         stage.shape_links = ShapeLinks(
-            link(EagerSender, after.forward, engine.next_stage, SHAPES) if after else None,
-            link(EagerReceiver, before.forward, engine.prev_stage, SHAPES) if before else None,
+            link(Sender, after.forward, engine.next_stage, SHAPES) if after else None,
+            link(Receiver, before.forward, engine.prev_stage, SHAPES) if before else None,
         )
-    sender, receiver = (EagerSender, EagerReceiver) if eager else (Sender, Receiver)
     ends = (
         (stage.before, engine.prev_stage, schedule.RecvActivation, schedule.SendGrad),
         (stage.after, engine.next_stage, schedule.RecvGrad, schedule.SendActivation),
@@ -65,8 +62,8 @@ def wire(stage: Stage, engine: Any, depth: int) -> None:
         codec_stream = codec_stream_for(engine.device) if eager else CodecStream()
         come, go = boundary.channels if boundary is stage.before else boundary.channels[::-1]
         for instruction, channel, kind, end in (
-            (receives, come, receiver, ReceivingEnd),
-            (sends, go, sender, SendingEnd),
+            (receives, come, Receiver, ReceivingEnd),
+            (sends, go, Sender, SendingEnd),
         ):
             links = link(kind, channel, neighbour), link(kind, channel, neighbour, EXTRA)
             stage.connect(instruction, end(channel, *links, codec_stream))

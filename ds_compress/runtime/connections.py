@@ -18,7 +18,6 @@ import torch
 from ds_compress.message.part import RuntimePart, StageView, Step
 from ds_compress.runtime.stage_profile import Row, gather, probe_links
 from ds_compress.transport.connections import TooFewFiles
-from ds_compress.transport.p2p import EagerReceiver, EagerSender
 from ds_compress.transport.probe import NEAR, SEGMENT, message_rate, probe
 from ds_compress.transport.staging import receives_hold_device
 
@@ -49,7 +48,7 @@ class ConnectionsController(RuntimePart):
         """Choose if it is due; no packet is in flight."""
         is_due, self._is_due = self._is_due, False
         stage, engine = step.stage, step.engine
-        is_eager = all(isinstance(end.link, EagerSender | EagerReceiver) for end in stage.ends)
+        is_eager = all(end.link.is_eager for end in stage.ends)
         has_links = bool(stage.ends or stage.exchange_connections)
         is_possible = has_links and is_eager and not receives_hold_device(engine.device)
         if not is_due or not is_possible or engine.dynamic_shape:

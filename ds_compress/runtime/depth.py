@@ -116,8 +116,7 @@ class DepthController(RuntimePart):
         """Run the next batches at `depth`; called between two batches, on every rank."""
         self.now = depth
         for end in stage.ends:
-            end.link.set_depth(depth)
-            end.extra_link.set_depth(depth)
+            end.link.depth = end.extra_link.depth = depth
 
     def _measures(self, engine: Engine, pipe_schedule: Any) -> bool:
         """Return whether batches are measured."""

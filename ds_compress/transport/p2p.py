@@ -118,7 +118,8 @@ class Endpoint:
     connections (`connect`)."""
     timeout: PeerTimeout = PeerTimeout()
     depth: int = 1
-    """Depth of the schedule that an eager end supports."""
+    """Depth of the schedule that an eager end supports, from the next batch on."""
+    is_eager: bool = True
 
     def __post_init__(self) -> None:
         self._transport = transport_for(self.device)
@@ -130,23 +131,23 @@ class Endpoint:
         except RuntimeError as error:
             self.timeout.raise_for_peer(error, self.peer)
 
-    def set_depth(self, depth: int) -> None:
-        """Serve a schedule of `depth` from the next batch on."""
-        self.depth = depth
-
     def renew(self) -> None:
         """Prepare for packets of another layout; called while none is in flight."""
 
 
 class Sender(Endpoint):
-    """The sending end of a channel, blocking."""
+    """The sending end of a channel; a packet's memory is used again when it has left."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._in_flight: deque[tuple[Packet, Pending]] = deque()
         self._free: list[Packet] = []
 
     def memory(self, nbytes: int) -> Packet:
         """Return a packet of so many bytes that no transfer uses; zeros when new."""
+        # Counted, not polled: gloo's is_completed() stays False until someone waits
+        while len(self._in_flight) >= packets_in_flight(self.depth):
+            self._release()
         if self._free and self._free[-1].nbytes != nbytes:
             # Not kept by size: a codec of variable size would fill the machine with packets
             self._free.clear()
@@ -155,61 +156,16 @@ class Sender(Endpoint):
         return new_packet(nbytes, self.device)
 
     def send(self, packet: Packet) -> None:
-        """Send `packet`, which came from `memory`."""
-        self.timeout.wait(self._start(self._transport.isend, packet), self.peer, self.device)
-        self._free.append(packet)
+        """Send `packet`, which came from `memory`; a blocking end returns when it has left."""
+        self._in_flight.append((packet, self._start(self._transport.isend, packet)))
+        if not self.is_eager:
+            self.drain()
 
     def renew(self) -> None:
         self._free.clear()  # of another layout: the gaps between its parts are not zero
 
     def drain(self) -> None:
         """Return when everything sent has left this process."""
-
-
-class Receiver(Endpoint):
-    """The receiving end of a channel, blocking."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._packet: Packet | None = None
-
-    def expect(self, nbytes: int, count: int) -> None:
-        """Announce that the next `count` packets have `nbytes` each."""
-
-    def receive(self, nbytes: int) -> Packet:
-        """Return the next packet; the next call overwrites it."""
-        if self._packet is None or self._packet.nbytes != nbytes:
-            self._packet = self._empty(nbytes)
-        work = self._start(self._transport.irecv, self._packet)
-        self.timeout.wait(work, self.peer, self.device)
-        return self._packet
-
-    def _empty(self, nbytes: int) -> Packet:
-        return new_packet(nbytes, self.device, torch.empty)
-
-
-class EagerSender(Sender):
-    """Sends without waiting; a packet's memory is used again when it has left."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._in_flight: deque[tuple[Packet, Pending]] = deque()
-        self.set_depth(self.depth)
-
-    def set_depth(self, depth: int) -> None:
-        super().set_depth(depth)
-        self._most = packets_in_flight(depth)
-
-    def memory(self, nbytes: int) -> Packet:
-        # Counted, not polled: gloo's is_completed() stays False until someone waits
-        while len(self._in_flight) >= self._most:
-            self._release()
-        return super().memory(nbytes)
-
-    def send(self, packet: Packet) -> None:
-        self._in_flight.append((packet, self._start(self._transport.isend, packet)))
-
-    def drain(self) -> None:
         while self._in_flight:
             self._release()
 
@@ -219,8 +175,9 @@ class EagerSender(Sender):
         self._free.append(packet)
 
 
-class EagerReceiver(Receiver):
-    """Keeps receives posted for the packets that it expects; other packets are received as blocking.
+class Receiver(Endpoint):
+    """The receiving end of a channel: keeps receives posted for the packets that it expects. For any other,
+    and on a blocking link that is all of them, a receive is posted when it is asked for.
 
     On NCCL a posted receive occupies the device until its packet comes. That packet must not depend on work
     that this rank has not launched yet, or both sides wait forever. So the first receives are posted when the
@@ -231,12 +188,14 @@ class EagerReceiver(Receiver):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._posted: deque[tuple[Packet, Pending]] = deque()
-        self._memory: list[Packet] = []
+        self._memory: list[Packet] = []  # for packets that are expected
         self._in_use: Packet | None = None
+        self._other: Packet | None = None  # for all others
         self._to_post = 0
         self._at_once = not receives_hold_device(self.device)
 
     def expect(self, nbytes: int, count: int) -> None:
+        """Announce that the next `count` packets have `nbytes` each."""
         missing = len(self._posted) + self._to_post
         if missing:
             raise CompressionError(
@@ -252,12 +211,16 @@ class EagerReceiver(Receiver):
             self._post_all()
 
     def receive(self, nbytes: int) -> Packet:
+        """Return the next packet; the next call overwrites it."""
         if self._in_use is not None:
             self._post(self._in_use)
         elif not self._posted:
             self._post_all()
-        if not self._posted:
-            return super().receive(nbytes)
+        if not self._posted:  # none was expected
+            if self._other is None or self._other.nbytes != nbytes:
+                self._other = self._empty(nbytes)
+            self._to_post = 1
+            self._post(self._other)
         self._in_use, work = self._posted.popleft()
         self.timeout.wait(work, self.peer, self.device)
         return self._in_use
@@ -270,6 +233,9 @@ class EagerReceiver(Receiver):
         if self._to_post:
             self._to_post -= 1
             self._posted.append((packet, self._start(self._transport.irecv, packet)))
+
+    def _empty(self, nbytes: int) -> Packet:
+        return new_packet(nbytes, self.device, torch.empty)
 
 
 def is_connection_lost(error: BaseException | None) -> bool:
@@ -332,7 +298,7 @@ class ExchangeConnections:
             more = connect([(self.ranks, max(0, number - len(self.groups)))], self.timeout.seconds)
             self.groups[number:] = more[0]
 
-    def links(self, device: torch.device) -> Iterator[tuple[EagerSender, EagerReceiver, bool]]:
+    def links(self, device: torch.device) -> Iterator[tuple[Sender, Receiver, bool]]:
         """Yield ends to the ranks before and after this one in its set, and whether this one is the first of
         the two. No rank waits for another if all take them in this order."""
         own = self.ranks.index(dist.get_rank()) if self.ranks else 0
@@ -340,4 +306,4 @@ class ExchangeConnections:
             if 0 <= first < len(self.ranks) - 1:
                 peer = self.ranks[first + 1 if first == own else first]
                 link = peer, device, self.groups, self.timeout
-                yield EagerSender(*link), EagerReceiver(*link), first == own
+                yield Sender(*link), Receiver(*link), first == own

@@ -18,8 +18,6 @@ import torch
 from torch import distributed as dist
 
 from ds_compress.transport.p2p import (
-    EagerReceiver,
-    EagerSender,
     PeerTimeout,
     Receiver,
     Sender,
@@ -76,7 +74,7 @@ def probe(
     """
     depth = sender.depth
     for end in (sender, receiver):
-        end.set_depth(AHEAD)
+        end.depth = AHEAD
     latency, incoming = math.inf, 0.0
     for asks in (first, not first):
         if asks:
@@ -87,7 +85,7 @@ def probe(
         else:
             _answer(sender, receiver)
     for end in (sender, receiver):
-        end.set_depth(depth)
+        end.depth = depth
     return LinkMeasurement(incoming, latency)
 
 
@@ -110,8 +108,8 @@ def probe_neighbours(
             first = rank == pair[0]
             peer = pair[1] if first else pair[0]
             out, back = (groups[number % 2, use] for use in ("forward", "backward")[:: 1 if first else -1])
-            sender = EagerSender(peer, device, out, timeout)
-            receiver = EagerReceiver(peer, device, back, timeout)
+            sender = Sender(peer, device, out, timeout)
+            receiver = Receiver(peer, device, back, timeout)
             found[peer] = probe(sender, receiver, first)
         dist.barrier()
     return found
@@ -126,7 +124,7 @@ def message_rate(sender: Sender, receiver: Receiver, ping: float) -> float:
     """
     if ping < NEAR:
         return math.inf
-    receiver.set_depth(1)  # it keeps memory for all that may be posted
+    receiver.depth = 1  # it keeps memory for all that may be posted
     nbytes = WHOLE
 
     def is_last(seconds: float) -> bool:

@@ -17,7 +17,7 @@ from torch import distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from ds_compress.transport.connections import connect
-from ds_compress.transport.p2p import EagerReceiver, EagerSender, PeerTimeout
+from ds_compress.transport.p2p import PeerTimeout, Receiver, Sender
 
 AHEAD = 4
 
@@ -35,7 +35,7 @@ def main() -> None:
         began = time.monotonic()
         groups += connect([((0, 1), number - len(groups))], seconds=1800)[0]
         connected = time.monotonic() - began
-        kind = EagerReceiver if rank else EagerSender
+        kind = Receiver if rank else Sender
         end = kind(1 - rank, torch.device("cpu"), groups[:number], PeerTimeout(), AHEAD - 1)
         goes_on, came, seconds = torch.ones(1), 0, 0.0
         while goes_on:

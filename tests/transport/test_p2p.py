@@ -11,7 +11,7 @@ from deepspeed.runtime.pipe import schedule
 
 from ds_compress.errors import CompressionError
 from ds_compress.transport import p2p
-from ds_compress.transport.p2p import EagerReceiver, EagerSender, Receiver, Sender
+from ds_compress.transport.p2p import Receiver, Sender
 from tests.support.calls import wrapped
 from tests.support.pipeline import Skip, batches, build, ds_config, same_weights, weights
 from tests.support.pipeline_kinds import of
@@ -33,9 +33,8 @@ def delay_link(mean: float) -> None:
     def pause(*args):
         time.sleep(times.expovariate(1 / mean))
 
-    for sender, receiver in ((Sender, Receiver), (EagerSender, EagerReceiver)):
-        sender.send = wrapped(sender.send, pause, pause)
-        receiver.receive = wrapped(receiver.receive, pause, pause)
+    Sender.send = wrapped(Sender.send, pause, pause)
+    Receiver.receive = wrapped(Receiver.receive, pause, pause)
 
 
 def train(stages, block, steps, mean_delay=0.0, evaluate=0, specs=None):
@@ -120,7 +119,7 @@ def posts(monkeypatch):
 def test_a_receive_that_holds_the_device_is_posted_when_it_is_asked_for(holds, posted, posts, monkeypatch):
     """Posted at the start of a step, NCCL's receive would spin until this rank's warm-up: a deadlock."""
     monkeypatch.setattr(p2p, "receives_hold_device", lambda device: holds)
-    receiver = EagerReceiver(1, CPU)
+    receiver = Receiver(1, CPU)
     receiver.expect(64, 4)
     counts = [len(posts)]
     for _ in range(4):
@@ -129,7 +128,7 @@ def test_a_receive_that_holds_the_device_is_posted_when_it_is_asked_for(holds, p
     assert counts == posted
     receiver.receive(64)  # one that nobody announced
     assert len(posts) == 5
-    receiver.set_depth(2)
+    receiver.depth = 2
     receiver.expect(64, 4)
     assert len(posts) == (5 if holds else 8)
 
@@ -144,11 +143,11 @@ def test_a_sender_waits_for_the_oldest_packet_and_keeps_memory_of_one_size(monke
             return SimpleNamespace(wait=lambda timeout: waited.append(number))
 
     monkeypatch.setattr(p2p, "transport_for", lambda device: Transport())
-    sender, most = EagerSender(1, CPU), [p2p.packets_in_flight(depth) for depth in (1, 3)]
+    sender, most = Sender(1, CPU), [p2p.packets_in_flight(depth) for depth in (1, 3)]
     for _ in range(most[0] + 2):
         sender.send(sender.memory(64))
     assert waited == [0, 1]
-    sender.set_depth(3)
+    sender.depth = 3
     for _ in range(2):
         sender.send(sender.memory(64))
     assert waited == [0, 1]
@@ -165,7 +164,7 @@ def test_errors_of_this_ranks_own_device_are_not_blamed_on_a_neighbour():
 
 
 def test_an_interrupted_batch_is_named(posts):
-    receiver = EagerReceiver(0, CPU)
+    receiver = Receiver(0, CPU)
     receiver.expect(64, 4)  # two are posted
     with pytest.raises(CompressionError, match="4 packets from rank 0 that were expected never came"):
         receiver.expect(64, 2)

@@ -19,7 +19,7 @@ from ds_compress.engine import attach, wiring
 from ds_compress.runtime import connections
 from ds_compress.transport import parts
 from ds_compress.transport.connections import connect
-from ds_compress.transport.p2p import EagerReceiver, EagerSender, PeerTimeout
+from ds_compress.transport.p2p import PeerTimeout, Receiver, Sender
 from tests.support.network import eventually
 from tests.support.pipeline import batches, build, ds_config, same_weights
 from tests.support.pipeline_kinds import KINDS, train_all
@@ -118,14 +118,14 @@ def messages(count, depth, staged):
     if rank == 0:
         if not staged:
             shuffle_parts(groups)
-        sender = EagerSender(1, CPU, groups, depth=depth)
+        sender = Sender(1, CPU, groups, depth=depth)
         for number, size in enumerate(sizes):
             packet = sender.memory(size)
             packet.memory.copy_(content[:size] * 7 + number)
             sender.send(packet)
         sender.drain()
         return len(sender._free)
-    receiver = EagerReceiver(0, CPU, groups, depth=depth)
+    receiver = Receiver(0, CPU, groups, depth=depth)
     for number, size in enumerate(sizes):
         if number % 10 == 0:
             receiver.expect(size, 10)
@@ -181,7 +181,7 @@ def failing(how, number, staged, folder):
         del sent
         os._exit(0)
     timeout = PeerTimeout("boundary 0, backward", 2 if how == "stops" else 600)
-    receiver = EagerReceiver(1, CPU, connections, timeout)
+    receiver = Receiver(1, CPU, connections, timeout)
 
     def receive():
         receiver.expect(packet.numel(), 3)  # the connection may be gone by now

@@ -11,7 +11,7 @@ import torch
 from torch import distributed as dist
 
 from ds_compress.transport import probe as module
-from ds_compress.transport.p2p import EagerReceiver, EagerSender, PeerTimeout, channel_groups
+from ds_compress.transport.p2p import PeerTimeout, Receiver, Sender, channel_groups
 from ds_compress.transport.packet import Packet
 from ds_compress.transport.probe import PACKET_BYTES, PING_BYTES, message_rate, probe, probe_neighbours
 from tests.support.calls import wrapped
@@ -39,9 +39,6 @@ class SimulatedLink:
     def perf_counter(self):
         self.now += self._delay()
         return self.now
-
-    def set_depth(self, depth):
-        pass
 
     def drain(self):
         pass
@@ -179,7 +176,7 @@ def tried():
     """What both sides measure of a link with RATE: on a busy machine it is slower, never faster."""
     groups, rank = channel_groups(1), dist.get_rank()
     out, back = (groups[0, direction] for direction in ("forward", "backward")[:: 1 - 2 * rank])
-    sender, receiver = EagerSender(1 - rank, CPU, out), EagerReceiver(1 - rank, CPU, back)
+    sender, receiver = Sender(1 - rank, CPU, out), Receiver(1 - rank, CPU, back)
     sender.send = wrapped(sender.send, before=lambda packet: time.sleep(packet.nbytes / RATE))
     found = probe(sender, receiver, first=rank == 0)
     packet = sender.memory(64)
