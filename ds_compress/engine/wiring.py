@@ -34,12 +34,9 @@ def wire(stage: Stage, engine: Any, depth: int) -> None:
     config = stage.config
     seconds = config.block.link.timeout_s
     eager = config.block.link.mode == "eager"
-    with_extra = [direction for direction in DIRECTIONS if config.in_force.has_extra_payload(direction)]
-    extra = [f"{direction}{EXTRA}" for direction in with_extra]
     # NCCL's receive of a shape would hold the device
     shapes = [f"forward{SHAPES}"] if engine.dynamic_shape and not receives_hold_device(engine.device) else []
-    groups = _first_connections(stage, engine, [*DIRECTIONS, *extra, *shapes]) if eager else {}
-    stage.extra_groups = set(with_extra)
+    groups = _first_connections(stage, engine, [*DIRECTIONS, *shapes]) if eager else {}
 
     def link(kind: type[Any], channel: Channel, neighbour: int, use: str = "") -> Any:
         own = groups.get((channel.boundary.number % 2, f"{channel.direction}{use}"), (None,))
@@ -67,13 +64,14 @@ def wire(stage: Stage, engine: Any, depth: int) -> None:
         ):
             links = link(kind, channel, neighbour), link(kind, channel, neighbour, EXTRA)
             stage.connect(instruction, end(channel, *links, codec_stream))
+    wire_extra_links(stage, engine)
     given = config.block.link.connections
     set_connections(stage, engine, 1 if given == "auto" else given)
 
 
 def wire_extra_links(stage: Stage, engine: Any) -> None:
-    """Give extra packets groups of their own where codecs send them that did not when the stage was wired;
-    every rank of the job calls it.
+    """Give extra packets groups of their own where codecs send them by now and they have none; every rank of
+    the job calls it.
     """
     config = stage.config
     if config.block.link.mode != "eager":
@@ -85,10 +83,9 @@ def wire_extra_links(stage: Stage, engine: Any) -> None:
     groups = _first_connections(stage, engine, uses)
     stage.extra_groups.update(missing)
     for end in stage.ends:
-        link, channel = end.link, end.channel
-        if channel.direction in missing:
-            own = groups[channel.boundary.number % 2, f"{channel.direction}{EXTRA}"]
-            end.extra_link = type(link)(link.peer, link.device, own, link.timeout, link.depth)
+        direction = end.channel.direction
+        if direction in missing:
+            end.extra_link.groups = groups[end.channel.boundary.number % 2, f"{direction}{EXTRA}"]
     set_connections(stage, engine, stage.connections)
 
 
