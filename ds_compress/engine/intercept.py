@@ -159,8 +159,6 @@ class Sending:
     sent."""
     dispatch: Callable[[list[Tensor]], None]
     """Sends a message."""
-    original: Any
-    """Has DeepSpeed's own `send` and `recv`."""
     is_one_message: bool = False
     """Whether all that the instruction sends is one forward message, as in DeepSpeed's own."""
     specs: Specs | None = None
@@ -168,17 +166,6 @@ class Sending:
     """Its tensors so far."""
     later: list[tuple[Any, ...]] = field(default_factory=list)
     """Other tensors, sent while a message was incomplete."""
-
-    def finish(self) -> None:
-        """Send the tensors collected so far, then the others.
-
-        Raises:
-            CompressionError: they are not those announced.
-        """
-        message, self.message = self.message, []
-        self.dispatch(as_announced(self.channel, message, self.specs) if self.specs else message)
-        while self.later:
-            self.original.send(*self.later.pop(0))
 
 
 @dataclass(slots=True)
@@ -192,8 +179,6 @@ class Receiving:
     """Gives the tensors of the backward message that is received; None: it is a forward message."""
     fetch: Callable[[Specs], list[Tensor]]
     """Receives a message with such tensors."""
-    original: Any
-    """See `Sending`."""
     copies: bool
     """Whether a tensor keeps its memory. DeepSpeed's own instructions clone activations and use gradients
     before they receive the next, so there the tensor becomes the arrived one instead."""
@@ -294,7 +279,7 @@ class PointToPoint:
             message.append(tensor if is_equal else tensor.detach().reshape(spec.shape))
             if len(message) == len(specs):
                 if sending.later:
-                    sending.finish()
+                    self.finish(sending)
                 else:
                     sending.message = []
                     sending.dispatch(message)
@@ -304,6 +289,18 @@ class PointToPoint:
             sending.later.append((tensor.clone(), dest_stage, async_op))  # its memory may be used again
         else:
             self.original.send(tensor, dest_stage, async_op)
+
+    def finish(self, sending: Sending) -> None:
+        """Send the tensors collected so far, then the others.
+
+        Raises:
+            CompressionError: they are not those announced.
+        """
+        message, sending.message = sending.message, []
+        specs = sending.specs
+        sending.dispatch(as_announced(sending.channel, message, specs) if specs else message)
+        while sending.later:
+            self.original.send(*sending.later.pop(0))
 
     def recv(self, tensor: Tensor, src_stage: int, async_op: bool = False) -> None:
         receiving = self.receiving

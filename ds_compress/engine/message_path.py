@@ -157,7 +157,6 @@ class MessagePath:
             announced=functools.partial(stage.announced.get, end.channel.boundary.number),
             gradients=gradients,
             dispatch=functools.partial(stage.dispatch, instruction, buffer_id),
-            original=p2p.original,
             is_one_message=forward and is_deepspeeds(run.func),
         )
         # an instruction may call another one, the engine's of the same name for example
@@ -165,16 +164,14 @@ class MessagePath:
         try:
             run()
             if sending.message:
-                sending.finish()
+                p2p.finish(sending)
         finally:
             p2p.sending = around
         if end.messages == before:
             self._note_left_alone(end.channel, sending)
 
-    def receive(
-        self, instruction: type, buffer_id: int, run: "functools.partial[None]", copies: bool
-    ) -> None:
-        """Run a receive instruction of the engine; `copies`: see `Receiving`.
+    def receive(self, instruction: type, buffer_id: int, run: "functools.partial[None]") -> None:
+        """Run a receive instruction of the engine.
 
         Raises:
             CompressionError: gradients of another shape than that of the outputs would be received.
@@ -184,15 +181,15 @@ class MessagePath:
             stage.enter_unscheduled(self.step_context())
         end = stage.receivers[instruction, 0]
         before, forward = end.messages, instruction is schedule.RecvActivation
-        if not forward and is_deepspeeds(run.func):
+        is_own = is_deepspeeds(run.func)
+        if not forward and is_own:
             self._check_gradients(buffer_id, end.channel.boundary)
         receiving = Receiving(
             stage=engine.prev_stage if forward else engine.next_stage,
             announced=functools.partial(stage.announced.get, end.channel.boundary.number),
             gradients=None if forward else self._gradients_received,
             fetch=functools.partial(stage.fetch, instruction, buffer_id),
-            original=p2p.original,
-            copies=copies,
+            copies=not is_own,
         )
         around, p2p.receiving = p2p.receiving, receiving
         try:

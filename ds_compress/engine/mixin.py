@@ -19,7 +19,6 @@ from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
 from ds_compress.checkpoint import checkpointer
-from ds_compress.engine.deepspeed import DEEPSPEED, is_deepspeeds
 from ds_compress.engine.intercept import ShapeMessage, receiving
 from ds_compress.engine.session import Session
 from ds_compress.engine.tied import reduce_tied_gradients
@@ -77,10 +76,7 @@ def _around_receive(kind: type) -> Callable[..., None]:
 
     def run_receive(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
         path = engine.ds_compress.path
-        original = path.original[kind]
-        copies = getattr(original, "__globals__", None) is not DEEPSPEED  # as `is_deepspeeds`, without a call
-        receive = partial(original, engine, buffer_id, *args, **kwargs)
-        path.receive(kind, buffer_id, receive, copies)
+        path.receive(kind, buffer_id, partial(path.original[kind], engine, buffer_id, *args, **kwargs))
 
     return run_receive
 
@@ -175,14 +171,12 @@ class CompressedEngine(_Engine):
         self.ds_compress.path.send(schedule.SendGrad, buffer_id, run)
 
     def _exec_recv_activations(self, buffer_id: int, *args: Any, **kwargs: Any) -> None:
-        original, path = super()._exec_recv_activations, self.ds_compress.path
-        run = partial(original, buffer_id, *args, **kwargs)
-        path.receive(schedule.RecvActivation, buffer_id, run, not is_deepspeeds(original))
+        run = partial(super()._exec_recv_activations, buffer_id, *args, **kwargs)
+        self.ds_compress.path.receive(schedule.RecvActivation, buffer_id, run)
 
     def _exec_recv_grads(self, buffer_id: int, *args: Any, **kwargs: Any) -> None:
-        original, path = super()._exec_recv_grads, self.ds_compress.path
-        run = partial(original, buffer_id, *args, **kwargs)
-        path.receive(schedule.RecvGrad, buffer_id, run, not is_deepspeeds(original))
+        run = partial(super()._exec_recv_grads, buffer_id, *args, **kwargs)
+        self.ds_compress.path.receive(schedule.RecvGrad, buffer_id, run)
 
     def _send_tensor_meta(self, buffer: Any, *args: Any, **kwargs: Any) -> None:
         path, stage = self.ds_compress.path, self.ds_compress.stage
