@@ -92,15 +92,13 @@ class Stage:
         return [end.channel for end in self.senders.values()]
 
     @contextmanager
-    def running(self, context: StepContext, counts: Mapping[type, int] | None = None) -> Iterator[None]:
+    def running(self, context: StepContext, counts: Mapping[type, int]) -> Iterator[None]:
         """Run one schedule of the engine; returns when all packets have left.
 
         Args:
             counts: how many messages the schedule receives, where they are to be received ahead.
         """
-        self._begin(context)
-        for (instruction, _), receiving in self.receivers.items():
-            receiving.to_post = (counts or {}).get(instruction, 0)
+        self._begin(context, counts)
         self.in_schedule = True
         try:
             yield
@@ -113,15 +111,15 @@ class Stage:
         finally:
             self.in_schedule = False
 
-    def _begin(self, context: StepContext) -> None:
+    def _begin(self, context: StepContext, counts: Mapping[type, int]) -> None:
         self.step, self.training = context.step, context.training
         self._numbers.clear()
         self._samples.clear()
         self._unplaced.clear()
         for end in self.ends:
             end.messages = 0
-        for receiving in self.receivers.values():
-            receiving.to_post = 0
+        for (instruction, _), receiving in self.receivers.items():
+            receiving.to_post = counts.get(instruction, 0)
         for boundary in self.boundaries:
             boundary.begin_step(context.loss_scale)
             boundary.sample_ids.clear()
@@ -138,7 +136,7 @@ class Stage:
         counted on, as within a schedule.
         """
         if (context.step, context.training) != (self.step, self.training):
-            self._begin(context)
+            self._begin(context, {})
         self._set_raw_tail(context)  # a program may have set a mask since
 
     def on_codec_stream(self, boundary: Boundary, work: Callable[[], Made]) -> Made:
