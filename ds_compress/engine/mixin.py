@@ -128,9 +128,8 @@ class CompressedEngine(_Engine):
             session.path.post_activations()
         if guard.replayed is not None:
             return batch
-        if session.stage.wants_samples:
-            loading = session.path.lookahead.current
-            session.stage.load(batch, loading.kwargs.get("buffer_id") if loading else None)
+        loading = session.path.lookahead.current
+        session.stage.load(batch, loading.kwargs.get("buffer_id") if loading else None)
         if guard.due and batch is not None:
             guard.batches.append(batch)
         return batch

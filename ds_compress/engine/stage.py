@@ -55,7 +55,6 @@ class Stage:
         self._samples: dict[int, Tensor] = {}  # ids, by buffer
         self._unplaced: deque[Tensor] = deque()  # ids of batches in unknown buffers
         self.in_schedule = False
-        self.wants_samples = config.in_force.sample_ids is not None and before is None
         self.groups: list[Any] = []  # process groups of its channels and exchanges
         self.connections = 1  # of each channel and exchange
         self.exchange_connections: list[ExchangeConnections] = []
@@ -152,17 +151,16 @@ class Stage:
             self.on_codec_stream(boundary, boundary.adopt)
         for end in self.ends:
             end.link.renew()
-        self.wants_samples = self.config.in_force.sample_ids is not None and self.before is None
 
     def load(self, batch: Sequence[Any], buffer_id: int | None) -> None:
-        """Take note of the samples in what the data loader returned; called where `wants_samples`.
+        """Take note of the samples in what the data loader returned, if a feedback needs them.
 
         Args:
             buffer_id: that the batch is loaded into; None where it is not known: then buffers are sent in its
                 order.
         """
         source = self.config.in_force.sample_ids
-        if source is not None and self.after is not None and self.training:
+        if source is not None and self.before is None and self.after is not None and self.training:
             ids = source.of(batch)
             if buffer_id is None:
                 self._unplaced.append(ids)
