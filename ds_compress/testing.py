@@ -12,12 +12,13 @@ is an AssertionError of one line. Only torch is used.
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ds_compress.codec import CODECS, Codec, Context, Layout, TensorSpec, build, fill
 from ds_compress.codecs.message_error import measure_error
@@ -260,15 +261,11 @@ def _packed(parts: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, tu
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in `value`: in containers, and in what objects hold."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif hasattr(value, "__dict__"):
-        yield from _tensors(vars(value))
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif hasattr(leaf, "__dict__"):
+            yield from _tensors(vars(leaf))
 
 
 def _shares(a: Tensor, b: Tensor) -> bool:
