@@ -23,7 +23,7 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,6 @@ from ds_compress.checkpoint.search import (
     RESTORED,
     Found,
     Rank,
-    Side,
     Verdict,
     gradients_key,
     load_gradients,
@@ -54,12 +53,12 @@ from ds_compress.version import __version__
 log = logging.getLogger("ds_compress")
 
 
-def state_of(sides: Iterable[Side]) -> dict[str, Tensor]:
-    """Return the state of all boundaries, by key in the file."""
+def entries_of(memories: Mapping[str, Mapping[int, Mapping[str, Tensor]]]) -> dict[str, Tensor]:
+    """Return all of `memories`, those of sides by their keys, by key in the file."""
     return {
-        f"{side.key}/{position}/{name}": value
-        for side in sides
-        for position, memory in side.boundary.memory.items()
+        f"{key}/{number}/{name}": value
+        for key, found in memories.items()
+        for number, memory in found.items()
         for name, value in memory.items()
     }
 
@@ -68,16 +67,6 @@ def _rank_in_job(engine: Any) -> Rank:
     """Return the stage, replica and tensor-parallel index of this rank."""
     grid = engine.grid
     return Rank(engine.stage_id, grid.get_data_parallel_id(), grid.get_slice_parallel_rank())
-
-
-def _state(session: Any) -> dict[str, Tensor]:
-    """Return all that this rank has to save, by key in the file."""
-    return state_of(session.path.sides()) | {
-        f"{gradients_key(kind)}/{number}/{name}": value
-        for kind, traffic in session.traffic.items()
-        for number, memory in traffic.saved().items()
-        for name, value in memory.items()
-    }
 
 
 def _first_with(device: torch.device, failure: bool) -> int | None:
@@ -94,13 +83,16 @@ def save(session: Any, root: Path, tag: str) -> None:
     """
     engine = session.engine
     sides, path = session.path.sides(), _rank_in_job(engine).path(Path(root, tag))
+    memories = {side.key: side.boundary.memory for side in sides}
     settings = {side.key: side.settings for side in sides}
-    settings |= {gradients_key(kind): traffic.settings for kind, traffic in session.traffic.items()}
     failure = ""
     try:
+        for kind, traffic in session.traffic.items():
+            key = gradients_key(kind)
+            memories[key], settings[key] = traffic.saved(), traffic.settings
         write(
             path,
-            _state(session),
+            entries_of(memories),
             session.config.checkpoint_codec,
             version=__version__,
             step=engine.global_steps,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_compress.checkpoint import search
-from ds_compress.checkpoint.checkpointer import state_of
+from ds_compress.checkpoint.checkpointer import entries_of
 from ds_compress.checkpoint.file import StateFile, write
 from ds_compress.checkpoint.search import ABSENT, CHANGED, RESTORED, UNFIT, UNREADABLE, Found, Rank, Side
 from ds_compress.config import Config
@@ -52,7 +52,8 @@ def saved(tmp_path_factory):
     path = RANK.path(root / "b")
     path.parent.mkdir()
     settings = {side.key: side.settings for side in sides}
-    write(path, state_of(sides), EXACT, version="0.2", step=STEP, settings=settings)
+    entries = entries_of({side.key: side.boundary.memory for side in sides})
+    write(path, entries, EXACT, version="0.2", step=STEP, settings=settings)
     whole = load(sides, root)
     assert [found.status for found in whole] == [RESTORED] * 2
     return sides, root, path, whole
