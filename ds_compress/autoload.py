@@ -23,7 +23,9 @@ from typing import Any
 from ds_compress.errors import REQUIRE, CompressionError, is_required
 
 PIPELINE = "deepspeed.runtime.pipe.engine"
-PLAIN = "deepspeed.runtime.engine"
+ENGINES = {PIPELINE: "PipelineEngine", "deepspeed.runtime.engine": "DeepSpeedEngine"}
+"""For each module the class whose constructor is wrapped."""
+
 KEY = "ds_compress"
 HOOK = "DS_COMPRESS_HOOK"
 """Environment variable: 0 switches the hook off."""
@@ -32,7 +34,7 @@ MARK = "_ds_compress"  # attribute of wrapped constructors
 FIRST_USES = ("_exec_schedule", "save_checkpoint", "load_checkpoint")
 """Methods of a pipeline engine; all ranks call the same one of them first."""
 
-_in_construction: set[int] = set()  # ids of the engines whose `PipelineEngine` constructor is running
+_in_construction: set[int] = set()  # ids of the engines whose wrapped constructor is running
 
 logger = logging.getLogger("ds_compress")
 
@@ -81,8 +83,8 @@ class _Finder:
 
 
 def _wrap(module: ModuleType) -> None:
-    """Wrap the constructor of the engine in `module` with its function from `ENGINES`, once."""
-    name, around = ENGINES[module.__name__]
+    """Wrap the constructor of the engine in `module`, once."""
+    name = ENGINES[module.__name__]
     engine_class: Any = getattr(module, name, None)
     if engine_class is None or getattr(engine_class.__init__, MARK, None) == name:
         return
@@ -90,31 +92,37 @@ def _wrap(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        around(self, functools.partial(original, self, *args, **kwargs), kwargs)
+        _around(name, self, functools.partial(original, self, *args, **kwargs), kwargs)
 
     setattr(__init__, MARK, name)
     engine_class.__init__ = __init__
 
 
-def _around_pipeline(engine: Any, build: Callable[[], None], kwargs: dict[str, Any]) -> None:
-    """Construct a `PipelineEngine` by calling `build`, then compress what it sends."""
-    _prepare(kwargs)
+def _around(name: str, engine: Any, build: Callable[[], None], kwargs: dict[str, Any]) -> None:
+    """Construct an engine by calling `build`, the constructor of class `name`, and compress what it sends.
+
+    The constructor of `PipelineEngine` calls that of `DeepSpeedEngine`: the outer one of the two does all
+    this. Pipeline engines that do not call `PipelineEngine`'s are attached to when they are used. For engines
+    without a pipeline the key has no effect, and a warning is logged.
+    """
+    if id(engine) in _in_construction:
+        build()
+        return
+    is_pipeline = all(hasattr(type(engine), each) for each in ("_exec_schedule", "_INSTRUCTION_MAP"))
+    if is_pipeline and KEY in getattr(kwargs.get("config_class"), "_param_dict", {}):
+        _entrance().prepare()
     _in_construction.add(id(engine))
     try:
         build()
     finally:
         _in_construction.discard(id(engine))
     ds_config = getattr(engine._config, "_param_dict", {})
-    if KEY in ds_config:
-        _entrance().attach(engine, ds_config[KEY])
-    else:
+    if KEY not in ds_config:
         _without_key(engine, ds_config)
-
-
-def _prepare(kwargs: dict[str, Any]) -> None:
-    """Prepare for a pipeline engine, built with `kwargs`, whose ds_config has the key."""
-    if KEY in getattr(kwargs.get("config_class"), "_param_dict", {}):
-        _entrance().prepare()
+    elif is_pipeline and name != ENGINES[PIPELINE]:
+        _attach_when_used(engine, ds_config[KEY])
+    else:
+        _entrance().attach(engine, ds_config[KEY])
 
 
 def _entrance() -> ModuleType:
@@ -124,28 +132,6 @@ def _entrance() -> ModuleType:
     except ImportError as error:
         raise CompressionError(f"ds_compress: this DeepSpeed or torch is not supported: {error}") from error
     return attach
-
-
-def _around_plain(engine: Any, build: Callable[[], None], kwargs: dict[str, Any]) -> None:
-    """Construct a `DeepSpeedEngine` by calling `build`, and compress what it sends if it is a pipeline.
-
-    This handles pipeline engines that do not call `PipelineEngine`'s constructor. For engines without a
-    pipeline the key has no effect, and a warning is logged.
-    """
-    is_pipeline = all(hasattr(type(engine), name) for name in ("_exec_schedule", "_INSTRUCTION_MAP"))
-    if is_pipeline and id(engine) not in _in_construction:
-        _prepare(kwargs)
-    build()
-    if id(engine) in _in_construction:  # `_around_pipeline` continues
-        return
-    ds_config = getattr(engine._config, "_param_dict", {})
-    if KEY not in ds_config:
-        _without_key(engine, ds_config)
-        return
-    if is_pipeline:
-        _attach_when_used(engine, ds_config[KEY])
-    else:
-        _entrance().attach(engine, ds_config[KEY])
 
 
 def _attach_when_used(engine: Any, block: object) -> None:
@@ -164,13 +150,6 @@ def _attach_when_used(engine: Any, block: object) -> None:
         return use
 
     vars(engine).update({name: attach_first(name) for name in FIRST_USES})
-
-
-ENGINES: dict[str, tuple[str, Callable[..., None]]] = {
-    PIPELINE: ("PipelineEngine", _around_pipeline),
-    PLAIN: ("DeepSpeedEngine", _around_plain),
-}
-"""For each module: the class, and the function that wraps its constructor."""
 
 
 def _without_key(engine: Any, ds_config: dict[str, Any]) -> None:
