@@ -156,8 +156,8 @@ class DualPipeVPath(MessagePath):
                 receiver = QueuedReceiver(peer, engine.device, self._queue_to(neighbour, come), self._launch)
                 sender = QueuedSender(peer, engine.device, self._queue_to(neighbour, go))
                 # `check` refuses codecs with extra packets; the queue starts on the compute stream
-                stage.connect(receiving, ReceivingEnd(come, receiver, receiver, CodecStream()), phase)
-                stage.connect(sending, SendingEnd(go, sender, sender, CodecStream()), phase)
+                stage.receivers[receiving, phase] = ReceivingEnd(come, receiver, receiver, CodecStream())
+                stage.senders[sending, phase] = SendingEnd(go, sender, sender, CodecStream())
         self.phases = stage.phases
         return stage
 

@@ -15,7 +15,7 @@ from ds_compress.engine.intercept import PointToPoint, ShapeLinks, Specs
 from ds_compress.message.channel import Boundary, Channel
 from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
 from ds_compress.transport.p2p import ExchangeConnections
-from ds_compress.transport.streams import CodecStream, Made
+from ds_compress.transport.streams import Made
 
 
 class StepContext(NamedTuple):
@@ -49,8 +49,9 @@ class Stage:
         self.after = after
         self.p2p = p2p
         self.senders: dict[tuple[type, int], SendingEnd] = {}
+        """By instruction, and phase of DualPipeV, which has each twice; 0 elsewhere."""
+
         self.receivers: dict[tuple[type, int], ReceivingEnd] = {}
-        self._codec_streams: dict[int, CodecStream] = {}  # by boundary
         self._numbers: dict[tuple[int, int], int] = {}  # of the forward message, by boundary and buffer
         self._samples: dict[int, Tensor] = {}  # ids, by buffer
         self._unplaced: deque[Tensor] = deque()  # ids of batches in unknown buffers
@@ -68,14 +69,6 @@ class Stage:
         self.unused: set[type] = set()  # those that asked for no message when they ran last
         self.step = 0
         self.training = False
-
-    def connect(self, instruction: type, end: SendingEnd | ReceivingEnd, phase: int = 0) -> None:
-        """Let `instruction` send or receive at `end`; `phase`: of DualPipeV, which has each twice."""
-        if isinstance(end, SendingEnd):
-            self.senders[instruction, phase] = end
-        else:
-            self.receivers[instruction, phase] = end
-        self._codec_streams[end.channel.boundary.number] = end.codec_stream
 
     @property
     def boundaries(self) -> list[Boundary]:
@@ -105,8 +98,8 @@ class Stage:
                 end.codec_stream.run(end.drain)
             if self.shape_links is not None:
                 self.shape_links.drain()
-            for codec_stream in self._codec_streams.values():
-                codec_stream.join()
+            for each in self.ends:
+                each.codec_stream.join()
         finally:
             self.in_schedule = False
 
@@ -140,7 +133,7 @@ class Stage:
 
     def on_codec_stream(self, boundary: Boundary, work: Callable[[], Made]) -> Made:
         """Run `work` on the stream of a boundary's codecs; later work waits for it. Return its result."""
-        codec_stream = self._codec_streams[boundary.number]
+        codec_stream = next(end.codec_stream for end in self.ends if end.channel.boundary is boundary)
         made = codec_stream.run(work)
         codec_stream.join()
         return made

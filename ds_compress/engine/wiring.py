@@ -58,12 +58,10 @@ def wire(stage: Stage, engine: Any, depth: int) -> None:
             continue
         codec_stream = codec_stream_for(engine.device) if eager else CodecStream()
         come, go = boundary.channels if boundary is stage.before else boundary.channels[::-1]
-        for instruction, channel, kind, end in (
-            (receives, come, Receiver, ReceivingEnd),
-            (sends, go, Sender, SendingEnd),
-        ):
-            links = link(kind, channel, neighbour), link(kind, channel, neighbour, EXTRA)
-            stage.connect(instruction, end(channel, *links, codec_stream))
+        links = link(Receiver, come, neighbour), link(Receiver, come, neighbour, EXTRA)
+        stage.receivers[receives, 0] = ReceivingEnd(come, *links, codec_stream)
+        links = link(Sender, go, neighbour), link(Sender, go, neighbour, EXTRA)
+        stage.senders[sends, 0] = SendingEnd(go, *links, codec_stream)
     wire_extra_links(stage, engine)
     given = config.block.link.connections
     set_connections(stage, engine, 1 if given == "auto" else given)
