@@ -196,10 +196,7 @@ class MessagePath:
             run()
         finally:
             p2p.receiving = around
-        if end.messages == before:
-            stage.unused.add(instruction)
-        else:
-            stage.unused.discard(instruction)
+        end.is_used = end.messages > before
         if forward and self.lookahead.tracking:
             self.mark_received(as_list(engine.pipe_buffers["inputs"][buffer_id]), end.channel.boundary)
 

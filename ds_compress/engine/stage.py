@@ -66,7 +66,6 @@ class Stage:
         none of a boundary that is left to DeepSpeed."""
 
         self.left_because: dict[int, str] = {}  # why boundaries are left to DeepSpeed
-        self.unused: set[type] = set()  # those that asked for no message when they ran last
         self.step = 0
         self.training = False
 
@@ -163,8 +162,7 @@ class Stage:
     def post_receives(self, instruction: type, tensors: Specs | None) -> None:
         """Post receives ahead for messages of this schedule, which have tensors like `tensors`."""
         end = self.receivers[instruction, 0]
-        expected = instruction not in self.unused and end.channel.boundary.number in self.announced
-        if end.to_post and tensors and expected:
+        if end.to_post and tensors and end.is_used and end.channel.boundary.number in self.announced:
             message = end.channel.layout_of(tensors, end.channel.message_id(self.step, 0, self.training))
             count, end.to_post = end.to_post, 0
             end.codec_stream.run(lambda: end.link.expect(message.packet.nbytes, count))

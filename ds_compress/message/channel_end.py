@@ -87,6 +87,8 @@ class ReceivingEnd(ChannelEnd[Receiver]):
 
     to_post: int = 0
     """Messages that the schedule will receive, as long as their size is not known."""
+    is_used: bool = True
+    """Whether its instruction asked for a message when it ran last."""
 
     def take(self, message: MessageLayout, message_id: MessageId) -> list[Tensor]:
         """Take a message from the link and decode it."""
