@@ -152,11 +152,8 @@ class Sending:
 
     stage: int
     channel: Channel
-    announced: Callable[[], Specs | None]
-    """Gives the tensors of forward messages; None where the boundary is left to DeepSpeed."""
-    gradients: Specs | None
-    """The tensors of the backward message that is sent; empty: whatever is sent; None: a forward message is
-    sent."""
+    expected: Callable[[], Specs | None]
+    """Gives tensors like those of a message; empty: whatever is sent; None: it is left to DeepSpeed."""
     dispatch: Callable[[list[Tensor]], None]
     """Sends a message."""
     is_one_message: bool = False
@@ -173,10 +170,8 @@ class Receiving:
     """The tensors that a receive instruction asks one stage for: those of messages, and others."""
 
     stage: int
-    announced: Callable[[], Specs | None]
+    expected: Callable[[], Specs | None]
     """See `Sending`."""
-    gradients: Callable[[], Specs] | None
-    """Gives the tensors of the backward message that is received; None: it is a forward message."""
     fetch: Callable[[Specs], list[Tensor]]
     """Receives a message with such tensors."""
     copies: bool
@@ -264,8 +259,7 @@ class PointToPoint:
             return
         message = sending.message
         if not message:
-            specs = sending.announced()
-            sending.specs = specs if specs is None or sending.gradients is None else sending.gradients
+            sending.specs = sending.expected()
         specs = sending.specs
         if specs is None:
             self.original.send(tensor, dest_stage, async_op)
@@ -311,8 +305,7 @@ class PointToPoint:
             self.original.recv(tensor, src_stage, async_op)
             return
         if not receiving.arrived:
-            specs, gradients = receiving.announced(), receiving.gradients
-            receiving.specs = specs if specs is None or gradients is None else gradients()
+            receiving.specs = receiving.expected()
         specs = receiving.specs
         if not specs or src_stage != receiving.stage:
             self.original.recv(tensor, src_stage, async_op)

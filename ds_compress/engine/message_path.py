@@ -142,20 +142,11 @@ class MessagePath:
             stage.enter_unscheduled(self.step_context())
         end = stage.senders[instruction, 0]
         before, forward = end.messages, instruction is schedule.SendActivation
-        gradients: Specs | None = None
-        if not forward:
-            inputs = engine.pipe_buffers["inputs"][buffer_id]
-            if engine.is_grad_partitioned:
-                gradients = ()  # they are not known
-            elif isinstance(inputs, Tensor):
-                gradients = (inputs,)
-            else:
-                gradients = [tensor for tensor in tensors_in(inputs) or () if tensor.is_floating_point()]
+        gradients = () if forward else self._gradients_sent(buffer_id)
         sending = Sending(
             stage=engine.next_stage if forward else engine.prev_stage,
             channel=end.channel,
-            announced=functools.partial(stage.announced.get, end.channel.boundary.number),
-            gradients=gradients,
+            expected=functools.partial(self._expected, end.channel, lambda: gradients),
             dispatch=functools.partial(stage.dispatch, instruction, buffer_id),
             is_one_message=forward and is_deepspeeds(run.func),
         )
@@ -168,7 +159,7 @@ class MessagePath:
         finally:
             p2p.sending = around
         if end.messages == before:
-            self._note_left_alone(end.channel, sending)
+            self._note_left_alone(end.channel, gradients)
 
     def receive(self, instruction: type, buffer_id: int, run: "functools.partial[None]") -> None:
         """Run a receive instruction of the engine.
@@ -186,8 +177,7 @@ class MessagePath:
             self._check_gradients(buffer_id, end.channel.boundary)
         receiving = Receiving(
             stage=engine.prev_stage if forward else engine.next_stage,
-            announced=functools.partial(stage.announced.get, end.channel.boundary.number),
-            gradients=None if forward else self._gradients_received,
+            expected=functools.partial(self._expected, end.channel, self._gradients_received),
             fetch=functools.partial(stage.fetch, instruction, buffer_id),
             copies=not is_own,
         )
@@ -200,16 +190,31 @@ class MessagePath:
         if forward and self.lookahead.tracking:
             self.mark_received(as_list(engine.pipe_buffers["inputs"][buffer_id]), end.channel.boundary)
 
-    def _note_left_alone(self, channel: Channel, sending: Sending) -> None:
+    def _note_left_alone(self, channel: Channel, gradients: Specs) -> None:
         """Warn once that a send instruction sent no message; raise where compression is required."""
-        stage, number, forward = self.stage, channel.boundary.number, sending.gradients is None
+        stage, number, forward = self.stage, channel.boundary.number, channel.direction == "forward"
         why = stage.left_because.get(number, "its tensors are not announced")
         if number in stage.announced:
             why = "its instruction sends no tensor through deepspeed.runtime.pipe.p2p"
         # a boundary that is left to DeepSpeed is reported by the sender of activations
-        if forward or (sending.gradients and number in stage.announced):
+        if forward or (gradients and number in stage.announced):
             self.config.refuse_if_required(f"{channel.place}: {why}")
             self._left_alone.log(f"{channel.place}: left to DeepSpeed, uncompressed: {why}")
+
+    def _expected(self, channel: Channel, gradients: Callable[[], Specs]) -> Specs | None:
+        """Return tensors like those of the next message of `channel`, `gradients()` if it goes backward; None
+        where it is left to DeepSpeed."""
+        announced = self.stage.announced.get(channel.boundary.number)
+        return announced if announced is None or channel.direction == "forward" else gradients()
+
+    def _gradients_sent(self, buffer_id: int) -> Specs:
+        """Return tensors like the gradients that are sent next; none if they are not known."""
+        inputs = self.engine.pipe_buffers["inputs"][buffer_id]
+        if self.engine.is_grad_partitioned:
+            return ()
+        if isinstance(inputs, Tensor):
+            return (inputs,)
+        return [tensor for tensor in tensors_in(inputs) or () if tensor.is_floating_point()]
 
     def _gradients_received(self) -> Specs:
         """Return tensors like the gradients that are received next, in the shapes that their sender knows."""
