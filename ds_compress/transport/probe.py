@@ -73,8 +73,7 @@ def probe(
         rate: measures bytes per second, from the ends and the round trip; None: by a stream of packets.
     """
     depth = sender.depth
-    for end in (sender, receiver):
-        end.depth = AHEAD
+    sender.depth = receiver.depth = AHEAD
     latency, incoming = math.inf, 0.0
     for asks in (first, not first):
         if asks:
@@ -84,8 +83,7 @@ def probe(
             sender.drain()
         else:
             _answer(sender, receiver)
-    for end in (sender, receiver):
-        end.depth = depth
+    sender.depth = receiver.depth = depth
     return LinkMeasurement(incoming, latency)
 
 
