@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from ds_compress.codec import CODECS, Codec, CodecOptions, Context, TensorSpec, build, register
+from ds_compress.codec import CODECS, Codec, CodecOptions, Context, TensorSpec, build
 from ds_compress.codecs.mixins import ObservesWarmup, VariableSizePayload, layers
 from ds_compress.errors import CompressionError
 from ds_compress.feedback import FEEDBACKS
@@ -42,44 +42,6 @@ def own_codecs():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CODECS, "_classes", dict(CODECS._classes))
         yield
-
-
-FIRST_ROW = {"codec": "first_row"}
-
-
-@contextmanager
-def first_row_codec():
-    """Inside, "first_row" is a codec that keeps the first row of a message, and zeroes all others."""
-
-    class FirstRow(Codec):
-        """Keeps the first row."""
-
-        Options = CodecOptions
-
-        def layout(self, spec):
-            return ((spec.shape, torch.float32),)
-
-        def encode(self, x, ctx):
-            kept = torch.zeros(x.shape, dtype=torch.float32)
-            kept.view(-1, x.shape[-1])[0] = x.reshape(-1, x.shape[-1])[0]
-            return (kept,)
-
-        def decode(self, parts, spec, ctx):
-            return parts[0].to(spec.dtype)
-
-        def error_bound(self, spec):
-            return 1.0
-
-    with own_codecs():
-        register("first_row")(FirstRow)
-        yield
-
-
-def message_with_sink(tokens=256, width=64):
-    """A message of which the first token holds nearly all the energy, as attention sinks do."""
-    x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(0))
-    x[0] *= 1000
-    return x
 
 
 def any_grid(bits: int, hadamard: bool, size: int, seed: int) -> Grid:
