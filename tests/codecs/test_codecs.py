@@ -80,12 +80,6 @@ def test_declared_errors_are_near_those_measured(choice):
             assert codec.error_bound(spec) >= measured
 
 
-def test_a_name_stands_for_defaults_and_examples():
-    settings = testing.settings_of("minmax")
-    assert settings == [{"name": "minmax"}, *({"name": "minmax", "bits": bits} for bits in (4, 8))]
-    assert testing.settings_of({"name": "minmax", "bits": 2}) == [{"name": "minmax", "bits": 2}]
-
-
 def test_keeps_no_graph():
     """A stage sends its output with the graph that made it."""
     codec, x, sender = build("lowrank"), torch.randn(64, 16, requires_grad=True), Context()

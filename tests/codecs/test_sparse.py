@@ -10,10 +10,7 @@ from hypothesis import strategies as st
 from ds_compress.codec import Context, TensorSpec, build
 from ds_compress.codecs import sparse
 from ds_compress.codecs.sidco import above_threshold, least_share, thresholds
-from ds_compress.kernels import native
 from ds_compress.kernels.backends import reference
-from ds_compress.kernels.topk import cpu as compiled
-from ds_compress.kernels.topk.cpu import sample_plan
 from ds_compress.kernels.topk.index_coding import CODERS
 from ds_compress.kernels.topk.selection import Selection, largest
 from tests.support.codecs import DTYPES, roundtrip, send
@@ -148,12 +145,6 @@ def test_exact_is_the_specification_ties_and_nan_included(x, dtype, data):
     expected = by_sorting(x, k)
     assert largest(x, k).indices.tolist() == expected
     assert reference.select_largest(x, k)[0].tolist() == expected
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "LONG", 0)
-        assert largest(x, k).indices.tolist() == expected
-        patch.setattr(compiled, "_largest_plan", compiled.LargestPlan)
-        patch.setattr(compiled, "first_look", lambda d, k: sample_plan(d, k, 3))
-        assert largest(x, k).indices.tolist() == expected
 
 
 @pytest.mark.parametrize(
