@@ -80,6 +80,7 @@ PAIRS = [pair for pair in itertools.product(["none", *FEEDBACK], CALLED) if goes
 
 
 @pytest.mark.parametrize("feedback, choice", PAIRS, ids=str)
+@pytest.mark.extended(keep=30)
 def test_what_is_decoded_is_the_callers(feedback, choice):
     """The engine hands it to the model without a copy: what codec or feedback goes on with is not in it."""
     both_sides, x = FEEDBACKS.build(feedback, "feedback").wrap(build(choice)), torch.randn(4, 40, 128)

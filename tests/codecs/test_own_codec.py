@@ -30,10 +30,6 @@ def imported():
     sys.modules.pop(MODULE)
 
 
-def test_contract():
-    check_codec("half_scale")
-
-
 def run_example(word):
     """Run the example of the page that has `word` in it, which registers a class."""
     examples = (ROOT / "docs" / "write-a-codec.md").read_text().split("```python\n")[1:]
