@@ -19,7 +19,6 @@ from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 EAGER = {"link": {"mode": "eager"}, "min_numel": 0}
-PACKET = 1 << 20
 
 
 def deep(depth):
