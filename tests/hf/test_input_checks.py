@@ -27,17 +27,22 @@ from tests.support.ranks import once, run_ranks
 from tests.support.refusals import refusal
 
 
-def refused_with(path, ranks=1, **changes):
-    """What each rank says to a run with that train.json, changed; it has to be the same line."""
-    change(path, **{"stages": ranks, **changes})
-    (path.parent / "out").mkdir(exist_ok=True)
-    message = run_ranks(ranks, refused, path)
-    assert len({*message}) == 1
-    return message[0]
-
-
 def refused(path):
     return refusal(lambda: FinetuneRun(read_settings(path)))
+
+
+def refused_each(path, changes):
+    """What a rank says to that train.json with each of these changes."""
+    folder = path.parent / "changed"
+    for each in (folder, path.parent / "out"):
+        each.mkdir()
+    return [refused(change(Path(shutil.copy(path, folder)), stages=1, **each)) for each in changes]
+
+
+def refused_with(path, **changes):
+    """What a run says to that train.json, changed."""
+    ((line,),) = run_ranks(1, refused_each, path, [changes])
+    return line
 
 
 @pytest.fixture
@@ -77,9 +82,10 @@ OF_DEEPSPEED = {
 REFUSED |= {f"ds_config{said}": {"ds_config": DS_CONFIG | changes} for said, changes in OF_DEEPSPEED.items()}
 
 
-@pytest.mark.parametrize("said", REFUSED)
-def test_refusals(path, said):
-    assert refused_with(path, **REFUSED[said]).startswith(f"train.json.{said}")
+def test_refusals(path):
+    (lines,) = run_ranks(1, refused_each, path, [*REFUSED.values()])
+    for line, said in zip(lines, REFUSED, strict=True):
+        assert line.startswith(f"train.json.{said}")
 
 
 def test_a_model_that_is_not_there(path):
@@ -110,14 +116,15 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_weights_that_are_damaged(path, tmp_path, damage):
+def test_weights_that_are_damaged(path, tmp_path):
     """Each was a traceback of safetensors, once the data had been read."""
-    model = shutil.copytree(path.parent / "model", tmp_path / "model")
-    damage(model / "model.safetensors")
-    line = refused_with(path, model=str(model))
+    models = [shutil.copytree(path.parent / "model", tmp_path / name) for name in DAMAGES]
+    for model, damage in zip(models, DAMAGES.values()):
+        damage(model / "model.safetensors")
+    (lines,) = run_ranks(1, refused_each, path, [{"model": str(model)} for model in models])
     reason = "(.index.json is damaged: KeyError| is no whole safetensors file: )"
-    assert re.match(f"{model}/model.safetensors{reason}", line)
+    for model, line in zip(models, lines, strict=True):
+        assert re.match(f"{model}/model.safetensors{reason}", line)
 
 
 def test_what_one_rank_refuses_is_said_by_the_others(path, tmp_path):
