@@ -80,7 +80,7 @@ def ranks(world, *args, check=True, **options):
 
 
 @pytest.mark.parametrize("name", FEEDBACKS)
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended(keep=1)
 def test_resuming_equals_going_on(name, tmp_path):
     replicas = 2 if name in ("ef", "ef21", "aqsgd") else 1
     world = 2 * replicas
@@ -179,7 +179,7 @@ STATELESS, STATEFUL = both_ways(QUANTIZE, "none"), both_ways(TOPK, "ef")
         (STATELESS, STATEFUL, "its settings have changed"),
     ],
 )
-@pytest.mark.extended(keep=3)
+@pytest.mark.extended(keep=2)
 def test_only_what_has_state_starts_from_zero(saved, loaded, why, tmp_path):
     """Recipe `none` said so of each boundary when it loaded a checkpoint of DeepSpeed alone, and one of a
     codec without state when another one had been used before."""

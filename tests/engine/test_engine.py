@@ -195,7 +195,7 @@ def compressed_steps(sizes, samples):
     ],
     ids=["not whole", "same", "larger", "smaller", "not whole later"],
 )
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended(keep=1)
 def test_warmup_epochs_are_epochs_of_the_batch_size_in_force(sizes, samples, first):
     """Once they were so many steps of the first batch size."""
     for steps in run_ranks(2, compressed_steps, sizes, samples):

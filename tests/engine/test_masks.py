@@ -50,7 +50,7 @@ def uncompressed():
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended(keep=1)
 def test_story(codec, uncompressed):
     """A mask of 0 and finfo.min became nan, -inf or zeros: a causal model saw the future without an error."""
     loss, mask = run_ranks(2, first_evaluation, block_of(codec))[1]

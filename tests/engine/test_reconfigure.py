@@ -85,7 +85,7 @@ def trained_simulated(config, course):
     ("codecs", {"depth": 3}, {}),
     ("codecs", {}, {"dynamic_shape": True}),
 ])  # fmt: skip
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended(keep=1)
 def test_a_pipeline_changes_as_its_simulation_does(name, link, module):
     """With evaluation before every step, which meets the new settings first."""
     config, run = pipeline.ds_config(block(name, link=link)), functools.partial(trained, **module)

@@ -150,7 +150,7 @@ def test_recipe_auto_counts_them_as_they_will_be_sent():
 
 
 @pytest.mark.parametrize("kind, specs, replicas", CASES)
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended(keep=1)
 def test_copies_stay_equal_and_learn_the_same(kind, specs, replicas):
     settings = {**KINDS[kind], "replicas": replicas, "gradient_clipping": 1.0}
     stock = run(specs, ds_config(**settings), replicas)

@@ -164,7 +164,7 @@ def run_simulated(stages, config, samples, epochs):
         (2, "aqsgd", {"codec": {**TWO_BITS, "rounding": "dither"}}),
     ],
 )
-@pytest.mark.extended(keep=3)
+@pytest.mark.extended(keep=2)
 def test_pipeline_equals_simulate(stages, feedback, changes):
     settings = config(feedback, **changes)
     ranks = run_ranks(stages, run, stages, settings, 128, 3)

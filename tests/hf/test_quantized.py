@@ -77,7 +77,7 @@ def train_in_one_process(model, adapters):
 
 
 @pytest.mark.parametrize(("family", "kind", "is_stored"), CASES)
-@pytest.mark.extended(keep=3)
+@pytest.mark.extended(keep=2)
 def test_two_stages_train_and_merge_as_one_process(tmp_path, family, kind, is_stored):
     folder, out, merged = save(family, tmp_path / "model"), tmp_path / "out", tmp_path / "merged"
     # In evaluation, int8 rounds activations too, so whole weights compute something else

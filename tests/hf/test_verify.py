@@ -268,7 +268,7 @@ def assert_equal(parts, model, ids, labels):
         assert (ours[name] - gradient).norm() <= 1e-5 * (gradient.norm() + 1e-3 * scale), name
 
 
-@pytest.mark.extended(keep=8)
+@pytest.mark.extended(keep=5)
 def test_logits_loss_and_gradients_are_those_of_the_whole(checkpoint):
     parts, model = built(checkpoint), load_model(checkpoint)
     assert_equal(parts, model, *batch())

@@ -87,7 +87,7 @@ def test_nothing_is_lost(dtype, replicas):
 @pytest.mark.parametrize("specs", ["wide", "odd", "none", "tied"])
 @pytest.mark.parametrize(("stages", "replicas"), [(1, 2), (1, 3), (2, 2), (2, 3)])
 @pytest.mark.parametrize("feedback", ["none", "ef", "loco"])
-@pytest.mark.extended(keep=3)
+@pytest.mark.extended(keep=1)
 def test_replicas_stay_alike(kind, specs, stages, replicas, feedback):
     """I1, with clipping."""
     settings = {"replicas": replicas, "gradient_clipping": 0.1, **KINDS[kind]}

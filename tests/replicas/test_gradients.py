@@ -34,7 +34,7 @@ def block(**replicas):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.extended(keep=3)
+@pytest.mark.extended(keep=2)
 def test_none_is_deepspeeds_all_reduce(kind, stages, replicas):
     """I3. Also in the warm-up, in which nothing is compressed yet."""
     settings = {**KINDS[kind], "replicas": replicas}
@@ -120,7 +120,7 @@ def test_a_stage_may_have_no_large_matrix(kind):
 
 @pytest.mark.parametrize("options", ZERO_OPTIONS, ids=lambda options: next(iter(options)))
 @pytest.mark.parametrize("kind", ["bf16 accumulation", "fp16 zero 1"])
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended(keep=1)
 def test_every_way_of_zero(kind, options):
     config = ds_config(None, replicas=2, **{**KINDS[kind], "zero_optimization": {"stage": 1, **options}})
     stock = run_replicas(1, 2, config, 4, "none")
@@ -166,7 +166,7 @@ def skipped_step(config):
 
 @pytest.mark.parametrize("kind", ["fp16 zero 1", "bf16", "bf16 zero 1"])
 @pytest.mark.parametrize("feedback", ["ef", "loco"])
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended(keep=1)
 def test_a_skipped_step_leaves_residuals_as_they_were(feedback, kind):
     """In bf16 DeepSpeed skips a step whose gradients are not finite too, but residuals had changed."""
     config = ds_config(block(feedback=feedback), replicas=2, **KINDS[kind])
@@ -266,7 +266,7 @@ CODECS = [
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: "-".join(map(str, codec.values())))
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("owner", [None, 1], ids=["gathered", "to-owner"])
-@pytest.mark.extended(keep=3)
+@pytest.mark.extended(keep=2)
 def test_nothing_is_lost(codec, replicas, owner):
     """I2: n times the averages are the sum of the gradients but for the residuals of both halves."""
     results = run_ranks(replicas, sums, codec, "ef", 7, owner)
@@ -345,7 +345,7 @@ SAID = {0: "not a packet", 8: "step is 4, expected 5", 6: "its slice is", 20: "f
 
 
 @pytest.mark.parametrize("damage", SAID)
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended(keep=1)
 def test_other_packets_are_refused(damage):
     for error in run_ranks(2, exchange_damaged, damage):
         assert "replica 1" in error and SAID[damage] in error

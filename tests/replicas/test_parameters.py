@@ -32,7 +32,7 @@ def block(parameters, **changes):
 @pytest.mark.parametrize("specs", SPECS)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("stages", "replicas"), [(1, 2), (1, 3), (2, 2), (2, 3)])
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended(keep=1)
 def test_replicas_stay_alike(zero, specs, bits, stages, replicas):
     """I1, and tied copies over stages too: `Projection` is in the first and in the last stage."""
     settings = {"replicas": replicas, "gradient_clipping": 0.1, **(ZERO_1 if zero else {}), **BF16}

@@ -42,7 +42,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended(keep=1)
 def test_several_connections_change_no_bit(name, monkeypatch):
     """A sum of numbers, as of factors, has one connection."""
     monkeypatch.setattr(parts, "WHOLE", 64)  # packets are small here

@@ -103,7 +103,7 @@ SETTINGS = {
     ],
     ids=[*SETTINGS, "noisy layers", "bf16"],
 )
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended(keep=1)
 def test_training_goes_on_as_without_it(name, specs, changes):
     configs = [pipeline.ds_config(block(*SETTINGS[name], every=every), **changes) for every in (1, 0)]
     ranks = run_ranks(2, lambda: [trained(2, config, 3, specs) for config in configs])
@@ -162,7 +162,7 @@ COLLAPSING = {
 
 
 @pytest.mark.parametrize("name", COLLAPSING)
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended(keep=1)
 def test_a_setting_that_collapses_is_stopped(name):
     """Two, TopK with a feedback, ran on with a warning: "stop" acted only at limits that the block set."""
     config = pipeline.ds_config(block(COLLAPSING[name], FINE, every=5, action="stop"))
@@ -179,7 +179,7 @@ BOTH_WAYS = {
 
 
 @pytest.mark.parametrize("codec, why", BOTH_WAYS.values(), ids=BOTH_WAYS)
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended(keep=1)
 def test_harm_in_both_directions_ends_a_run(codec, why):
     """TopK had cost 10 % of the loss by step 30 and went on: loss, activations and gradients are each within
     their limits at the first check. So did 2 bits."""

@@ -122,7 +122,7 @@ def resumed_from(config, folder):
 
 
 @pytest.mark.parametrize("how", REWRITTEN)
-@pytest.mark.extended(keep=3)
+@pytest.mark.extended(keep=1)
 def test_a_rewritten_state_of_the_policy_starts_again(how, saved, tmp_path):
     """Hashes match, as if a program had written it: ranks raised KeyError, TypeError and the like."""
     config = ds_config(block(ACCORDION))

@@ -36,7 +36,7 @@ BLOCKS = {
 
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.extended(keep=8)
+@pytest.mark.extended(keep=4)
 def test_pipeline_equals_simulate(name, stages):
     block = {**BLOCKS[name], "min_numel": 0}
     real = run_ranks(stages, pipeline.train, stages, ds_config(block))

@@ -19,7 +19,7 @@ def block(**changes):
 
 @pytest.mark.parametrize("feedback", ["none", "ef", "loco"])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended(keep=1)
 def test_weights_are_those_of_real_replicas(feedback, rounding):
     codec = {"name": "quantize", "bits": 4, "rounding": rounding}
     config = ds_config(block(codec=codec, feedback=feedback, warmup_steps=1), replicas=2)

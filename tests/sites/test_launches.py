@@ -91,7 +91,7 @@ def shared_store():
 @pytest.mark.parametrize("delay", [0, 1, 3])
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.extended(keep=3)
+@pytest.mark.extended(keep=2)
 def test_anchors_are_equal_after_every_round(kind, stages, delay, store):
     """I1; without delay the weights are those of the anchor, too."""
     results = run_launches(2, stages, train, stages, ds_config(block(delay=delay), **KINDS[kind]), 9)

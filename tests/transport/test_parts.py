@@ -211,7 +211,7 @@ KINDS_TRIED = ["tensor", "mixed-dynamic", "floats", "mask", "tp-partitioned", "z
 
 
 @pytest.mark.parametrize("name", KINDS_TRIED)
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended(keep=1)
 def test_several_connections_change_no_bit_of_packets_in_two_parts(name):
     """Those in one part: `test_kind`."""
     kind, blocks = KINDS[name], {"one": LOSSLESS, "several": {**LOSSLESS, **SEVERAL}}
