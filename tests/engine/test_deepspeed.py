@@ -1,6 +1,7 @@
 """DeepSpeed's private names stand in one file, which is checked before an engine is changed; and `attach`."""
 
 import ast
+import functools
 import inspect
 import itertools
 import subprocess
@@ -50,6 +51,7 @@ def private_names(*owners):
     return {name for name in found if name.startswith("_") and not name.startswith("__")}
 
 
+@functools.cache
 def parsed():
     paths = PACKAGE.rglob("*.py")
     return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in paths}

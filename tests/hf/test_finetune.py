@@ -14,7 +14,7 @@ from ds_compress.hf.merge import merge
 from ds_compress.hf.settings import read_settings
 from ds_compress.hf.training import FinetuneRun
 from tests.support import finetuning
-from tests.support.finetuning import copy_of, losses, perplexities, plain_run, prepare
+from tests.support.finetuning import copy_of, finished_run, losses, perplexities, prepare
 from tests.support.interpreters import TRAINING, interpreter
 from tests.support.ranks import run_ranks
 
@@ -22,7 +22,7 @@ from tests.support.ranks import run_ranks
 @pytest.fixture(scope="module")
 def run():
     """train.json of a finished run, and what the run said."""
-    path = plain_run()
+    path = finished_run()
     return path, (path.parent / "output").read_text()
 
 
@@ -120,6 +120,7 @@ def train_in_fp16(path):
 
 
 @pytest.mark.parametrize("dtype", ["fp16", None])
+@pytest.mark.extended(keep=1)
 def test_weights_in_fp16_are_learned(tmp_path, dtype):
     """Without ZeRO, DeepSpeed divides gradients by a loss scale with which it has not multiplied the loss."""
     config = {**finetuning.DS_CONFIG, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}

@@ -12,7 +12,7 @@ from ds_compress.hf.merge import _copy_configs, merge
 from ds_compress.hf.settings import read_settings
 from ds_compress.hf.training import FinetuneRun
 from tests.hf.test_run_folder import allow_files_up_to
-from tests.support.finetuning import change, plain_run, prepare, tokenizer
+from tests.support.finetuning import change, finished_run, prepare, tokenizer
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
 
@@ -20,7 +20,7 @@ from tests.support.refusals import refusal
 @pytest.fixture
 def out(tmp_path):
     """A copy of the folder of a finished run, which trained adapters of all linear layers with r 8."""
-    return shutil.copytree(plain_run().parent / "out", tmp_path / "out")
+    return shutil.copytree(finished_run().parent / "out", tmp_path / "out")
 
 
 def refused(out, capsys):

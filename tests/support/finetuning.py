@@ -23,6 +23,7 @@ from ds_compress.hf.data import Sequences
 from ds_compress.hf.part import causal_lm_loss
 from ds_compress.hf.settings import read_settings
 from launch.ports import reserved_port
+from tests.support.interpreters import TRAINING, interpreter
 from tests.support.pipeline import ds_config
 from tests.support.ranks import once
 
@@ -102,27 +103,23 @@ def environment() -> dict[str, str]:
     return {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def finetune(
-    launcher: str, path: Path, check: bool = True, python: str = sys.executable
-) -> subprocess.CompletedProcess[str]:
+def finetune(launcher: str, path: Path, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
     """What the launcher wrote and returned."""
     with reserved_port() as port:
         words = command(launcher, port, [str(path)], python)
         done = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=900)
-    assert not check or done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done
 
 
-def run_to_the_end(path: Path, python: str = sys.executable) -> None:
-    """Run to the end; write stderr and stdout to the files `output` and `printed` beside it."""
-    done = finetune("torchrun", path, python=python)
-    (path.parent / "output").write_text(done.stderr)
-    (path.parent / "printed").write_text(done.stdout)
+def finished_run() -> Path:
+    """Return train.json of a finished run, which tests share; its file `output` has what it said."""
 
+    def run(folder: Path) -> None:
+        done = finetune("torchrun", prepare(folder), python=interpreter(TRAINING))
+        (folder / "output").write_text(done.stderr)
 
-def plain_run() -> Path:
-    """Return train.json of a finished run, which tests share; the plain interpreter ran it."""
-    return once("finetuned", lambda folder: run_to_the_end(prepare(folder))) / "train.json"
+    return once("finetuned", run) / "train.json"
 
 
 def perplexities(output: str) -> list[float]:
