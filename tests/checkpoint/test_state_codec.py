@@ -78,6 +78,7 @@ def test_a_codec_that_is_not_for_state_is_refused(codec):
 
 
 @pytest.mark.parametrize("name", ["ef", "ef21"])
+@pytest.mark.extended(keep=1)
 def test_a_run_resumes_from_what_was_kept(name, tmp_path):
     """Both sides of ef21 find the same, and go on."""
     changed = config(name, checkpoint={"codec": CODES})

@@ -90,6 +90,7 @@ def test_what_it_refuses_is_refused_wherever_it_serves(monkeypatch):
     assert build({"name": "topk", "values": "half_scale"}).refuses(spec) == "not float32 [2]"
 
 
+@pytest.mark.extended
 def test_build_knows_the_codecs_of_the_package():
     """It knew none in a process that had imported nothing else."""
     code = "import ds_compress; print(ds_compress.build('bf16'))"

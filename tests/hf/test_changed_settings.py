@@ -38,6 +38,7 @@ LR = "ds_config.optimizer.params.lr"
     ],
     ids=["schedule added", "schedule removed", "rate of a schedule", "constant rate"],
 )
+@pytest.mark.extended(keep=2)
 def test_the_learning_rate_is_that_of_train_json(tmp_path, first, then, expected, named):
     """An added schedule ended in an AttributeError. After one that was removed the rate stayed at its last
     value, which is 0 after the last step. Another rate had no effect."""

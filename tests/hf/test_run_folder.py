@@ -85,6 +85,7 @@ def finetune_alone(path, steps):
 
 
 @pytest.mark.parametrize("name", ["layer_03-model_states.pt", "mp_rank_01_model_states.pt"])
+@pytest.mark.extended(keep=1)
 def test_a_file_that_is_damaged_is_named(trained, tmp_path, name):
     """A copy that was cut short ended in `EOFError: Ran out of input`, of a file that nothing named."""
     copy = tmp_path / "copy"

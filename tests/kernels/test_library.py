@@ -239,7 +239,7 @@ def test_of_a_wheel_the_best_library_is_used(tree, tmp_path):
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "g++ '"])
-@pytest.mark.extended(keep=1)
+@pytest.mark.extended
 def test_without_a_compiler_the_package_is_installed_and_warns_once(compiler, tree, tmp_path):
     """There was one warning for each of ten sources. An open quote in CXX ended the installation."""
     file, names = wheel(tree, CXX=compiler)

@@ -220,6 +220,7 @@ def near_zero(codec, floor, unit):
 
 @pytest.mark.parametrize("unit", [1.0, 1e6])
 @pytest.mark.parametrize("codec", ["bf16", {"name": "quantize", "bits": 8}])
+@pytest.mark.extended(keep=1)
 def test_a_run_near_zero_loss_is_not_stopped(codec, unit):
     """Of a loss of 1e-5 any rounding is more than 5 %: such runs ended, later in another unit."""
     floors = {}, {"loss_floor": 0.0}

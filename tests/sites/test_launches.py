@@ -104,6 +104,7 @@ def test_anchors_are_equal_after_every_round(kind, stages, delay, store):
 
 
 @pytest.mark.parametrize("delay, other", [(0, CODEC), (1, CODEC), (3, CODEC), (1, {"codec": "none"})])
+@pytest.mark.extended(keep=2)
 def test_weights_are_those_of_the_simulation(delay, other, store):
     """Also if the other launch has a codec of its own: it is not told here, its packets say it."""
     config, theirs = ds_config(block(delay=delay)), block(delay=delay)
