@@ -220,14 +220,3 @@ def test_watching_changes_nothing(tmp_path):
     assert written("hit_rate") == [0] * 4 + [1] * 8
     rows = [min(step, 4) * MICRO_BATCHES * MICRO_BATCH for step in range(1, 13)]
     assert written("buffer_bytes") == [row * WIDTH * 2 for row in rows]
-
-
-@pytest.mark.extended
-def test_learns_better_than_plain_quantization():
-    """Two epochs at two bits, on from a model that both trained uncompressed, where samples change slowly."""
-    samples, warmup = 512, 4
-    steps = samples // (MICRO_BATCH * MICRO_BATCHES)
-    configs = (config(feedback, warmup_steps=warmup * steps) for feedback in ("aqsgd", "none"))
-    buffered, plain = (run_ranks(4, run, 4, each, samples, warmup + 2)[0]["losses"] for each in configs)
-    assert buffered[: warmup * steps] == plain[: warmup * steps]
-    assert sum(buffered[-2 * steps :]) < 0.9 * sum(plain[-2 * steps :])
