@@ -183,11 +183,6 @@ def test_other_feedbacks_are_not_warned_of(block):
     assert not Config(block).notes
 
 
-@pytest.mark.parametrize("codec", ["quantize", "topk", "fp8", "bf16", "entropy", "randomk", "lowrank"])
-def test_codecs_without_state_are_allowed_between_replicas(codec):
-    assert Config({"replicas": {"codec": codec}}).replica_codec.name == codec
-
-
 @pytest.mark.parametrize("options", [None, {}, {"codec": "none", "feedback": "ef"}])
 def test_nothing_is_compressed_between_replicas_unless_asked_for(options):
     assert Config({"replicas": options}).replica_codec is None

@@ -157,12 +157,6 @@ def test_a_sender_waits_for_the_oldest_packet_and_keeps_memory_of_one_size(monke
     assert not sender._free
 
 
-def test_errors_of_this_ranks_own_device_are_not_blamed_on_a_neighbour():
-    naming = p2p.PeerTimeout("boundary 0, forward").naming(1)
-    with pytest.raises(RuntimeError, match="^CUDA error: an illegal memory access"), naming:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-
 def test_an_interrupted_batch_is_named(posts):
     receiver = Receiver(0, CPU)
     receiver.expect(64, 4)  # two are posted
