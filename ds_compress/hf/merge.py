@@ -6,12 +6,10 @@ file of the new checkpoint is written.
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from torch import Tensor, nn
 from transformers import AutoTokenizer
@@ -20,7 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from ds_compress.checkpoint.file import save_readable
 from ds_compress.errors import CompressionError, errors_at, failures_at
 from ds_compress.hf.documents import list_texts
-from ds_compress.hf.model import LoadedPart, load_config, make_layer_specs
+from ds_compress.hf.model import LoadedPart, load_config, plan_parts
 from ds_compress.hf.quantized import dequantize, make_plain
 from ds_compress.hf.run_folder import LATEST, read_name
 from ds_compress.hf.settings import NAME, Settings, read_settings
@@ -54,11 +52,14 @@ def merge(run: Path, to: Path, which: str = LATEST) -> None:
     lora = settings.lora.to_peft(settings.model) if settings.lora else None
     # the run quantized what the weights are in its dtype, which rounds some to other codes
     dtype = DTYPES[settings.dtype] if settings.quantize else None
-    specs, _ = make_layer_specs(model, 1, lora, dtype, False, settings.seed, settings.quantize)
-    written: Any = load_config(model).dtype or torch.float32
+    config = load_config(model)
+    template, part_ids, _ = plan_parts(config, 1, lora, dtype, False, settings.quantize)
+    written: Any = config.dtype or torch.float32
     adapters: dict[str, Tensor] = {}
     shards: list[dict[str, int]] = []
-    for part in _load_parts(specs, run / name):
+    for number, part_id in enumerate(part_ids):
+        part = LoadedPart(template, part_id, model, lora, settings.seed)
+        _load_trained(part, number, run / name)
         adapters |= adapter_tensors(part)
         if tensors := merged_tensors(part, written):
             with failures_at(writing):
@@ -103,27 +104,21 @@ def _copy_configs(settings: Settings, to: Path) -> None:
         (to / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _load_parts(specs: list[LayerSpec], checkpoint: Path) -> Iterator[LoadedPart]:
-    """Yield every part with its trained weights; a tied embedding comes once, and its head has none.
+def _load_trained(part: LoadedPart, number: int, checkpoint: Path) -> None:
+    """Load what a run has trained of a part of the model, which is layer `number` of the pipeline.
 
     Args:
-        specs: of all parts.
         checkpoint: folder that DeepSpeed wrote.
     """
-    for number, spec in enumerate(specs):
-        if isinstance(spec, TiedLayerSpec) and number > 0:
-            continue
-        part: LoadedPart = spec.build()
-        stored = sorted(checkpoint.glob(f"layer_{number:02}-*model_states.pt"))
-        if not stored:
-            raise CompressionError(
-                f"{checkpoint}: layer {number} of the pipeline is missing; if the machines do not share this "
-                "folder, let the run end, which copies all layers to the first machine, or copy layer_* from "
-                "the same folder of the other machines"
-            )
-        with errors_at(str(stored[0])), failures_at("damaged"):
-            part.load_state_dict(torch.load(stored[0], map_location="cpu", weights_only=True))
-        yield part
+    stored = sorted(checkpoint.glob(f"layer_{number:02}-*model_states.pt"))
+    if not stored:
+        raise CompressionError(
+            f"{checkpoint}: layer {number} of the pipeline is missing; if the machines do not share this "
+            "folder, let the run end, which copies all layers to the first machine, or copy layer_* from "
+            "the same folder of the other machines"
+        )
+    with errors_at(str(stored[0])), failures_at("damaged"):
+        part.load_state_dict(torch.load(stored[0], map_location="cpu", weights_only=True))
 
 
 def adapter_tensors(part: LoadedPart) -> dict[str, Tensor]:
