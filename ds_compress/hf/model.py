@@ -239,30 +239,6 @@ def plan_parts(
     return template, parts, bounds
 
 
-def make_layer_specs(
-    folder: Path,
-    stages: int | Sequence[int],
-    lora: LoraConfig | None,
-    dtype: torch.dtype | None,
-    positions: bool,
-    seed: int,
-    quantize: str | None = None,
-) -> tuple[list[LayerSpec], list[int]]:
-    """Return the specs of all layers of the pipeline, and the bounds of its stages in them.
-
-    Arguments are those of `pipeline_module`.
-    """
-    template, parts, bounds = plan_parts(load_config(folder), stages, lora, dtype, positions, quantize)
-    specs = [LayerSpec(LoadedPart, template, part_id, folder, lora, seed) for part_id in parts]
-    if template.tied_head and not lora:
-        specs[0] = TiedLayerSpec(TIED, LoadedEmbedding, template, parts[0], folder)
-        specs.append(
-            TiedLayerSpec(TIED, LoadedEmbedding, template, parts[0], folder, forward_fn=_return_logits)
-        )
-    bounds[-1] = len(specs)
-    return specs, bounds
-
-
 def pipeline_module(
     checkpoint: str | Path,
     stages: int | Sequence[int],
@@ -298,7 +274,14 @@ def pipeline_module(
         CompressionError: there is no such checkpoint, or the model cannot be cut into stages.
     """
     with raised_on_all_ranks():
-        specs, bounds = make_layer_specs(Path(checkpoint), stages, lora, dtype, positions, seed, quantize)
+        folder = Path(checkpoint)
+        template, parts, bounds = plan_parts(load_config(folder), stages, lora, dtype, positions, quantize)
+        specs = [LayerSpec(LoadedPart, template, part_id, folder, lora, seed) for part_id in parts]
+        if template.tied_head and not lora:
+            tied = template, parts[0], folder
+            specs[0] = TiedLayerSpec(TIED, LoadedEmbedding, *tied)
+            specs.append(TiedLayerSpec(TIED, LoadedEmbedding, *tied, forward_fn=_return_logits))
+            bounds[-1] += 1
         if topology and topology.get_dim("pipe") != len(bounds) - 1:
             raise CompressionError(
                 f"stages: {shown(stages)} is not allowed: should be {topology.get_dim('pipe')}, as in "

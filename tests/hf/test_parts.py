@@ -13,15 +13,11 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 
 from ds_compress.hf import weights
-from ds_compress.hf.model import assign_layers, make_layer_specs
+from ds_compress.hf.model import assign_layers
 from ds_compress.hf.part import check_lora
 from tests.support.calls import wrapped
-from tests.support.finetuning import save
+from tests.support.finetuning import part_loaders, save
 from tests.support.refusals import refusal
-
-
-def specs_of(folder, lora=None, quantize=None):
-    return make_layer_specs(folder, 2, lora, None, False, 0, quantize)[0]
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=8), st.data())
@@ -58,7 +54,7 @@ def test_stages_that_cannot_be_are_refused(stages, expected):
 def test_sharded_checkpoints_are_read(tmp_path):
     save("Llama", tmp_path, max_shard_size="20KB")
     assert len(weights.list_files(tmp_path)) > 2
-    assert not any(parameter.is_meta for parameter in specs_of(tmp_path)[3].build().parameters())
+    assert not any(parameter.is_meta for parameter in part_loaders(tmp_path)[3]().parameters())
     weights.list_files(tmp_path)[1].unlink()
     missing = "model-00002-of-.* is missing; should be the folder of a"
     assert re.search(missing, refusal(weights.list_files, tmp_path))
@@ -95,7 +91,7 @@ def read(monkeypatch):
 @pytest.mark.parametrize("family", ["Llama", "Mixtral"])
 def test_a_layer_reads_its_own_tensors_and_no_others(tmp_path, read, family):
     save(family, tmp_path)
-    specs_of(tmp_path)[3].build()
+    part_loaders(tmp_path)[3]()
     assert {name.startswith("model.layers.1.") for name in read} == {True}
 
 
@@ -106,7 +102,7 @@ def test_a_tensor_is_quantized_before_the_next_one_is_read(tmp_path, monkeypatch
     quantize = wrapped(own.quantize_4bit, before=lambda *args, **options: read.append("quantized"))
     monkeypatch.setattr(own, "quantize_4bit", quantize)
     lora = LoraConfig(r=4, target_modules="all-linear")
-    part = specs_of(tmp_path, lora, "nf4")[3].build()
+    part = part_loaders(tmp_path, lora, "nf4")[3]()
     linear = [event for event in read if event == "quantized" or "proj" in event]
     assert [event == "quantized" for event in linear] == 7 * [False, True]
     frozen = [p for name, p in part.named_parameters() if "base_layer" in name]
@@ -118,12 +114,12 @@ def test_weights_that_are_not_there_are_named(tmp_path):
     save("Qwen2", tmp_path / "two")
     (tmp_path / "one" / "config.json").write_text((tmp_path / "two" / "config.json").read_text())
     missing = "3 parameters, .*k_proj.bias, .*: the checkpoint does not have"
-    assert re.search(missing, refusal(specs_of(tmp_path / "one")[2].build))
+    assert re.search(missing, refusal(part_loaders(tmp_path / "one")[2]))
 
 
 def test_adapters_that_fit_nothing_are_refused(tmp_path):
     save("Llama", tmp_path)
-    said = refusal(specs_of, tmp_path, LoraConfig(target_modules=["query"]))
+    said = refusal(part_loaders, tmp_path, LoraConfig(target_modules=["query"]))
     assert re.match("lora.target_modules: layer 0: .*; it has: down_proj, gate", said)
     said = refusal(check_lora, LoraConfig(modules_to_save=["lm_head"]))
     assert re.match("lora.modules_to_save: .*lm_head.* is not allowed", said)
@@ -135,6 +131,6 @@ def test_a_head_is_adapted_unless_it_is_tied(tmp_path):
     save("Llama", tmp_path / "untied")
     targets = LoraConfig(target_modules=["q_proj", "lm_head"])
     said = "'lm_head' is not allowed: its weight is the embedding's too"
-    assert said in refusal(specs_of, tmp_path, targets)
-    last = specs_of(tmp_path / "untied", targets)[-1].build()
+    assert said in refusal(part_loaders, tmp_path, targets)
+    last = part_loaders(tmp_path / "untied", targets)[-1]()
     assert any("lm_head.lora_" in name for name, _ in last.named_parameters())

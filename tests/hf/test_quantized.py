@@ -12,12 +12,20 @@ from transformers.quantizers import quantizer_bnb_4bit
 
 from ds_compress.hf import pipeline_module
 from ds_compress.hf.merge import merge
-from ds_compress.hf.model import make_layer_specs
 from ds_compress.hf.quantized import dequantize
 from ds_compress.hf.settings import read_settings
 from ds_compress.hf.training import FinetuneRun
 from tests.support import finetuning
-from tests.support.finetuning import batch, load_model, losses, perplexity, prepare, run_model, save
+from tests.support.finetuning import (
+    batch,
+    load_model,
+    losses,
+    part_loaders,
+    perplexity,
+    prepare,
+    run_model,
+    save,
+)
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
 
@@ -137,15 +145,15 @@ def test_a_merged_model_has_the_values_that_the_adapters_were_trained_over(tmp_p
     files = [load_file(file) for file in (tmp_path / "merged").glob("*.safetensors")]
     assert {tensor.dtype for tensors in files for tensor in tensors.values()} == {torch.float32}
     lora = read_settings(path).lora.to_peft("")
-    specs, _ = make_layer_specs(tmp_path / "model", 1, lora, torch.bfloat16, False, 0, quantize)
-    for name, module in specs[2].build().model.named_modules():
+    parts = part_loaders(tmp_path / "model", lora, quantize, torch.bfloat16)
+    for name, module in parts[2]().model.named_modules():
         if name.endswith(".base_layer"):
             weight = merged[f"{name.removesuffix('.base_layer')}.weight"]
             assert torch.equal(weight, dequantize(module)), name
 
 
 def refused(folder, lora=None, quantize=None):
-    return refusal(make_layer_specs, folder, 2, lora, None, False, 0, quantize)
+    return refusal(part_loaders, folder, lora, quantize)
 
 
 def test_what_cannot_be_is_refused(tmp_path, monkeypatch):

@@ -8,18 +8,18 @@ import transformers
 from peft import LoraConfig, inject_adapter_in_model
 from transformers import LlamaForCausalLM
 
-from ds_compress.hf.model import make_layer_specs, plan_parts
+from ds_compress.hf.model import plan_parts
 from ds_compress.hf.part import causal_lm_loss
 from ds_compress.hf.verify import make_tiny_config, verify_parts
 from tests.support.finetuning import (
     FAMILIES,
     HEAD,
-    LAYERS,
     SIZES,
     VOCABULARY,
     batch,
     config,
     load_model,
+    part_loaders,
     run_model,
     save,
 )
@@ -129,9 +129,9 @@ def test_a_falcon_of_more_heads_than_the_tiny_model(kind):
 def test_tables_are_as_exact_as_those_of_transformers(tmp_path):
     """The rotary table of GPT-J was computed in bf16: 0.86 off at position 2047."""
     folder = save("GPT-J", tmp_path)
-    specs, _ = make_layer_specs(folder, 1, None, torch.bfloat16, False, 0)
+    parts = part_loaders(folder, dtype=torch.bfloat16)
     whole = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    for name, table in specs[2].build().model.named_buffers():
+    for name, table in parts[2]().model.named_buffers():
         assert torch.equal(table, whole.get_buffer(name)), name
 
 
@@ -238,10 +238,9 @@ def checkpoint(request, tmp_path_factory):
 
 def built(checkpoint, lora=None, positions=False):
     """All parts of a model; where its embedding is tied, one weight serves twice, as in a pipeline."""
-    specs, _ = make_layer_specs(checkpoint, 2, lora, None, positions, seed=0)
-    parts = [spec.build().eval() for spec in specs[: LAYERS + 3]]
+    parts = [load().eval() for load in part_loaders(checkpoint, lora, positions=positions)]
     if parts[-1].tied_head and lora is None:
-        parts[-1].set_head(parts[0].weight)
+        parts[-1].set_head(parts[0].model.get_input_embeddings().weight)
     return parts
 
 

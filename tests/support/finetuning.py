@@ -8,6 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging
 
 from ds_compress.hf.data import Sequences
+from ds_compress.hf.model import LoadedPart, load_config, plan_parts
 from ds_compress.hf.part import causal_lm_loss
 from ds_compress.hf.settings import read_settings
 from launch.ports import reserved_port
@@ -62,6 +65,14 @@ def text(paragraphs: int) -> str:
         return " ".join([*words, "."])
 
     return "\n\n".join(" ".join(sentence() for _ in range(3)) for _ in range(paragraphs))
+
+
+def part_loaders(
+    folder: Path, lora: Any = None, quantize: Any = None, dtype: Any = None, positions: bool = False
+) -> list[Callable[[], LoadedPart]]:
+    """Functions that load the parts of the model in `folder`, in order."""
+    template, part_ids, _ = plan_parts(load_config(folder), 1, lora, dtype, positions, quantize)
+    return [partial(LoadedPart, template, part_id, folder, lora) for part_id in part_ids]
 
 
 def prepare(folder: Path, family: str = "Llama", **changes: Any) -> Path:
