@@ -13,7 +13,7 @@ from ds_compress.autoload import near_misses
 from ds_compress.cli.arguments import DTYPES, add_import, add_message, integer, number
 from ds_compress.cli.bench import measure_boundary
 from ds_compress.cli.console import importing_deepspeed, show
-from ds_compress.codec import CODECS, TensorSpec, bytes_of
+from ds_compress.codec import CODECS, Codec, TensorSpec, bytes_of
 from ds_compress.codecs.lowrank import LowRank
 from ds_compress.codecs.mixins import layers
 from ds_compress.config import DIRECTIONS, KEY, Config
@@ -119,45 +119,44 @@ def replica_sizes(
     options, codec = config.block.replicas, config.replica_codec
     if config.outer is not None and config.outer_codec is not None and options is not None:
         raw_bytes = 8 * (replicas - 1) * parameters * options.every // replicas
-        spec = TensorSpec((parameters,), torch.float32)
-        wire_bytes = PacketLayout(config.outer_codec.layout(spec), "").nbytes
-        sizes = raw_bytes, wire_bytes, wire_bytes
-        return [_row("replicas", "weights", config.outer_codec, sizes, parameters)]
+        wire_bytes = _packet_bytes(config.outer_codec, parameters)
+        return [_row("replicas", "weights", config.outer_codec, parameters, raw_bytes, wire_bytes)]
     partitioned = dtype != torch.float32
-    bits = options.parameters if options is not None else "none"
-    changes = CODECS.build({"name": "quantize", "bits": bits}, "parameters") if bits != "none" else None
-    halves = {"gradients": (codec, 2, 1 if partitioned else 2), "parameters": (changes, 1, 1)}
+    sent = {"gradients": (codec, 2, 1 if partitioned else 2)}
+    if partitioned:
+        bits = options.parameters if options is not None else "none"
+        changes = CODECS.build({"name": "quantize", "bits": bits}, "parameters") if bits != "none" else None
+        sent["parameters"] = changes, 1, 1
     rows = []
-    for what, (used, ways, compressed_ways) in halves.items():
-        if what == "parameters" and not partitioned:
-            continue
-        spec = TensorSpec((slice_numel(parameters, replicas),), torch.float32)
-        exact = -(-parameters // replicas) * dtype.itemsize
-        raw_bytes = (replicas - 1) * ways * exact
-        packet = PacketLayout(used.layout(spec), "").nbytes if used is not None else 0
-        wire_bytes = (replicas - 1) * compressed_ways * packet if used is not None else raw_bytes
+    for what, (used, ways, compressed_ways) in sent.items():
+        raw_bytes = wire_bytes = (replicas - 1) * ways * -(-parameters // replicas) * dtype.itemsize
         if used is not None and any(layers(used, LowRank)):  # no packets, but a ring's all-reduce of factors
             share = bytes_of(used.layout(TensorSpec((width, width), torch.float32))) / width**2
             wire_bytes = round(2 * (replicas - 1) * parameters * share / replicas)
-        sizes = raw_bytes, wire_bytes, wire_bytes
-        rows.append(_row("replicas", what, used or UNCOMPRESSED[0], sizes, parameters))
+        elif used is not None:
+            packet = _packet_bytes(used, slice_numel(parameters, replicas))
+            wire_bytes = (replicas - 1) * compressed_ways * packet
+        rows.append(_row("replicas", what, used or UNCOMPRESSED[0], parameters, raw_bytes, wire_bytes))
     return rows
 
 
+def _packet_bytes(codec: Codec, values: int) -> int:
+    return PacketLayout(codec.layout(TensorSpec((values,), torch.float32)), "").nbytes
+
+
 def _row(
-    place: int | str, direction: str, codec: object, sizes: Sequence[int], values: int
+    place: int | str, direction: str, codec: object, values: int, raw: int, wire: int, most: int | None = None
 ) -> dict[str, Any]:
-    """Return a row; `sizes`: bytes uncompressed, then on the wire usually and at most."""
-    raw_bytes, wire_bytes, wire_bytes_at_most = sizes
+    """Return a row; `raw`, `wire`: bytes uncompressed, and on the wire; `most`: at most, if that is more."""
     return {
         "boundary": place,
         "direction": direction,
         "codec": str(codec),
-        "raw_bytes": raw_bytes,
-        "wire_bytes": wire_bytes,
-        "wire_bytes_at_most": wire_bytes_at_most,
-        "ratio": raw_bytes / wire_bytes,
-        "bits_per_value": 8 * wire_bytes / values,
+        "raw_bytes": raw,
+        "wire_bytes": wire,
+        "wire_bytes_at_most": wire if most is None else most,
+        "ratio": raw / wire,
+        "bits_per_value": 8 * wire / values,
     }
 
 
@@ -227,5 +226,5 @@ def message_sizes(config: Config, stages: int, spec: TensorSpec) -> list[dict[st
             message = channel.layout_of((spec,), channel.message_id(config.warmup_steps, 0))
             codec = channel.codec if message.codecs[0] else UNCOMPRESSED[1]
             on_wire = message.compressed_bytes(channel.codec), message.most_bytes(channel.codec)
-            rows.append(_row(place, direction, codec, (message.raw_bytes, *on_wire), spec.numel))
+            rows.append(_row(place, direction, codec, spec.numel, message.raw_bytes, *on_wire))
     return rows
