@@ -21,11 +21,10 @@ from ds_compress.cli.arguments import DTYPES, add_import, device, shape
 from ds_compress.cli.console import show
 from ds_compress.codec import CODECS, Codec, Context, TensorSpec, build, check_accepted, names
 from ds_compress.codecs.message_error import MessageError, measure_error
-from ds_compress.codecs.mixins import FollowsForward, ObservesWarmup, layers
+from ds_compress.codecs.mixins import FollowsForward
 from ds_compress.codecs.shapes import matrix_shape
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError, failures_at, shown
-from ds_compress.feedback import FeedbackCodec
 from ds_compress.kernels.backends import prepare
 from ds_compress.message.channel import Boundary
 from ds_compress.message.clock import clock_for
@@ -198,16 +197,9 @@ def size_and_error(codec: Codec, x: Tensor) -> tuple[float, MessageError]:
 
 
 def contexts(codec: Codec, x: Tensor) -> tuple[Context, Context]:
-    """Return contexts of sender and receiver as in the midst of training: what a codec takes over from an
-    earlier message, a selection, an activation or the buffers of the same samples, is there, as if that had
-    been `x`."""
-    ids = codec.feedback.sample_ids if isinstance(codec, FeedbackCodec) else None
-    count = ids.count([TensorSpec.of(x)]) if ids else 0
-    samples = torch.arange(count, dtype=torch.int64, device="cpu") if ids else None
-    sender, receiver = (Context(sample_ids=samples, stash={"activation": x}) for _ in range(2))
-    for layer in layers(codec, ObservesWarmup):  # type: ignore[type-abstract]
-        layer.observe(x, sender)
-        layer.observe(x, receiver)
+    """Return contexts of sender and receiver as in the midst of training: what a codec takes over from the
+    forward message, a selection or the activation, is there, as if that had been `x`."""
+    sender, receiver = (Context(stash={"activation": x}) for _ in range(2))
     forward = codec.forward_partner() if isinstance(codec, FollowsForward) else None
     if forward is not None:
         forward.decode(forward.encode(x, sender), TensorSpec.of(x), receiver)

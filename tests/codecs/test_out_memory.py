@@ -7,7 +7,8 @@ import torch
 
 from ds_compress.cli.bench import contexts
 from ds_compress.codec import Codec, TensorSpec, build, fill, names
-from ds_compress.feedback import FEEDBACKS
+from ds_compress.codecs.mixins import ObservesWarmup, layers
+from ds_compress.feedback import FEEDBACKS, FeedbackCodec
 from ds_compress.kernels import native
 from ds_compress.kernels.backends import cpu, reference, using
 from ds_compress.testing import _tensors, settings_of
@@ -24,12 +25,23 @@ MORE = [
 FEEDBACK = ["ef", "ef21", "loco", "ef_mixed", "aqsgd", {"name": "ef", "dtype": "int8"}]
 
 
+def primed(codec, x):
+    """Contexts of sender and receiver; what a feedback takes over from an earlier message is there, too."""
+    made = contexts(codec, x)
+    ids = codec.feedback.sample_ids if isinstance(codec, FeedbackCodec) else None
+    for ctx in made:
+        ctx.sample_ids = torch.arange(ids.count([TensorSpec.of(x)])) if ids else None
+        for layer in layers(codec, ObservesWarmup):
+            layer.observe(x, ctx)
+    return made
+
+
 def both(codec, shape, dtype=torch.float32):
     """What the second of two messages is in memory that is there, and in new memory."""
     found = []
     for given in (True, False):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-        ctx, _ = contexts(codec, x)
+        ctx, _ = primed(codec, x)
         codec.encode(x / 2, ctx)
         layout = codec.layout(TensorSpec.of(x))
         out = tuple(torch.full(shape, 77, dtype=dtype) for shape, dtype in layout) if given else None
@@ -65,7 +77,7 @@ def test_what_is_large_is_made_where_it_is_to_be(choice, feedback, monkeypatch):
     """And not copied there."""
     codec, x = FEEDBACKS.build(feedback, "feedback").wrap(build(choice)), torch.randn(40, 128)
     out = tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in codec.layout(TensorSpec.of(x)))
-    ctx, _ = contexts(codec, x)
+    ctx, _ = primed(codec, x)
     assert codec.encode(x, ctx, out)[0] is out[0]
 
 
@@ -84,7 +96,7 @@ PAIRS = [pair for pair in itertools.product(["none", *FEEDBACK], CALLED) if goes
 def test_what_is_decoded_is_the_callers(feedback, choice):
     """The engine hands it to the model without a copy: what codec or feedback goes on with is not in it."""
     both_sides, x = FEEDBACKS.build(feedback, "feedback").wrap(build(choice)), torch.randn(4, 40, 128)
-    sender, receiver = contexts(both_sides, x)
+    sender, receiver = primed(both_sides, x)
     for _ in range(3):
         parts = tuple(part.clone() for part in both_sides.encode(x, sender))
         arrived = both_sides.decode(parts, TensorSpec.of(x), receiver)
