@@ -75,20 +75,13 @@ def _versions(hosts: list[Facts], names: list[str]) -> Iterator[Finding]:
 
 def _switched_on(hosts: list[Facts], names: list[str]) -> Iterator[Finding]:
     """Check that ds_compress switches itself on on every machine."""
-    off = _by([host["switched_on"] for host in hosts], names).get(False, [])
-    if off:
-        yield Finding(
-            "bad",
-            f"torch does not load ds_compress by itself on {', '.join(off)}: the key would be ignored",
-            f"unset {AUTOLOAD}, or install ds_compress with pip, or import ds_compress in the script",
-        )
-    off = _by([host.get("hooks", True) for host in hosts], names).get(False, [])
-    if off:
-        yield Finding(
-            "bad",
-            f"{HOOK} is 0 on {', '.join(off)}: the key would be ignored",
-            f"unset {HOOK}, or call ds_compress.attach in the script",
-        )
+    install = "install ds_compress with pip, or import ds_compress in the script"
+    for fact, said, do in (
+        ("switched_on", "torch does not load ds_compress by itself", f"unset {AUTOLOAD}, or {install}"),
+        ("hooks", f"{HOOK} is 0", f"unset {HOOK}, or call ds_compress.attach in the script"),
+    ):
+        if off := _by([host.get(fact, True) for host in hosts], names).get(False):
+            yield Finding("bad", f"{said} on {', '.join(off)}: the key would be ignored", do)
 
 
 def _kernels(hosts: list[Facts], names: list[str]) -> Iterator[Finding]:
