@@ -3,15 +3,13 @@
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
+from peft import LoraConfig
 from pydantic import AfterValidator, Field
 
 from ds_compress.errors import CompressionError, shown
 from ds_compress.registry.options import Options, Steps, validate
-
-if TYPE_CHECKING:
-    from peft import LoraConfig
 
 NAME = "train.json"
 """Name of the settings in errors, and of their copy in the folder of a run."""
@@ -39,10 +37,8 @@ class Lora(Options):
     target_modules: str | list[str] = "all-linear"
     """Names of the modules to adapt, or all linear ones."""
 
-    def to_peft(self, base: str) -> "LoraConfig":
+    def to_peft(self, base: str) -> LoraConfig:
         """Return peft's config; `base` is the model that the adapters belong to."""
-        from peft import LoraConfig
-
         return LoraConfig(
             r=self.r,
             lora_alpha=self.alpha,  # type: ignore[arg-type]
