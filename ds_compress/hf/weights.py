@@ -84,7 +84,10 @@ def load_weights(
         weight_mapping=quantizer.update_weight_conversions(mapping, model) if quantizer else mapping,
         hf_quantizer=quantizer,
     )
-    with open_slices(checkpoint) as stored, _without_progress_bar():
+    with open_slices(checkpoint) as stored, contextlib.ExitStack() as stack:
+        if transformers_logging.is_progress_bar_enabled():  # one would appear for every part
+            transformers_logging.disable_progress_bar()
+            stack.callback(transformers_logging.enable_progress_bar)
         info, _ = convert_and_load_state_dict_in_model(model, stored, settings)
     if quantizer:
         # `merge` writes whole weights: it reverts the model's conversions, not the quantizer's
@@ -97,15 +100,3 @@ def load_weights(
         if names:
             shown = ", ".join(sorted(names)[:4])
             raise CompressionError(f"{checkpoint}: {len(names)} parameters, {shown}: the checkpoint {why}")
-
-
-@contextlib.contextmanager
-def _without_progress_bar() -> Iterator[None]:
-    """Switch off Transformers' progress bar, which would appear for every part."""
-    enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            transformers_logging.enable_progress_bar()
