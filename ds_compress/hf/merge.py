@@ -21,8 +21,7 @@ from ds_compress.hf.documents import list_texts
 from ds_compress.hf.model import LoadedPart, load_config, plan_parts
 from ds_compress.hf.quantized import dequantize, make_plain
 from ds_compress.hf.run_folder import LATEST, read_name
-from ds_compress.hf.settings import NAME, Settings, read_settings
-from ds_compress.hf.training import DTYPES
+from ds_compress.hf.settings import DTYPES, NAME, Settings, read_settings
 from ds_compress.hf.weights import INDEX
 
 ADAPTER = "adapter"

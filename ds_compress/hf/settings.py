@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from peft import LoraConfig
 from pydantic import AfterValidator, Field
 
@@ -13,6 +14,8 @@ from ds_compress.registry.options import Options, Steps, validate
 
 NAME = "train.json"
 """Name of the settings in errors, and of their copy in the folder of a run."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
+"""Values of `dtype`."""
 
 
 def _check_text(text: str) -> str:

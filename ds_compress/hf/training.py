@@ -27,13 +27,10 @@ from ds_compress.hf.data import IDS, Sequences
 from ds_compress.hf.input_checks import check_launch, check_length, check_tokens, zero_stage
 from ds_compress.hf.model import load_config, pipeline_module
 from ds_compress.hf.run_folder import BEST, LATEST, RunFolder, checkpoint_name
-from ds_compress.hf.settings import NAME, Settings, read_settings
+from ds_compress.hf.settings import DTYPES, NAME, Settings, read_settings
 from ds_compress.monitor.monitor import record_results, record_settings
 from ds_compress.monitor.progress import Progress
 from ds_compress.sites.store import run_in_thread
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
-
 
 ALIVE_S = 5.0
 """Seconds after which a rank that loads data tells those that wait for it."""
