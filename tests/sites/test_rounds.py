@@ -384,6 +384,14 @@ def test_one_replica_gives_a_newcomer_its_anchor(store):
     assert board.newcomers() == {}
 
 
+def test_a_newcomer_that_a_stranger_made_up_is_none(store):
+    """A number of 5,000 digits ended each exchange in a ValueError."""
+    launch = Launch(store)
+    store.set(f"{PREFIX}newcomers", f'{{"{5000 * "9"}": null}}')
+    launch.slots[0].idle()
+    assert launch.slots[0]._board.newcomers() == {}
+
+
 def test_a_replica_with_another_anchor_than_the_others_is_told(store):
     board, start = Board(store), Position(0, "first")
     board.head(start)
