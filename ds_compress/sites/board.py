@@ -164,6 +164,9 @@ class Board(Keys):
         """Let the key have what `change` makes of it, whoever else changes it at the same time."""
         text = self._read("newcomers") or ""
         while (wanted := json.dumps(change(_newcomers(text)))) != text:
+            if "\ufffd" in text:  # bytes of a stranger that are no text: nothing would equal them
+                self._delete("newcomers")
+                text = ""
             text = self._decide("newcomers", wanted, text)
 
     # A round

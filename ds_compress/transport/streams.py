@@ -10,6 +10,7 @@ which made the message needed itself.
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import TypeVar
 
 import torch
@@ -19,7 +20,11 @@ Made = TypeVar("Made")
 
 
 class CodecStream:
-    """In line: work is done when the call returns. What a CPU needs."""
+    """In line: work is done when the call returns. What a CPU needs.
+
+    A program may train within `torch.autocast`. Work is done without it: products of codecs would have 16
+    bits, and it refuses to join bf16 and fp16.
+    """
 
     def run(self, work: Callable[[], Made], *, takes: Iterable[Tensor] = (), gives: bool = False) -> Made:
         """Return what `work()` returns.
@@ -29,7 +34,13 @@ class CodecStream:
             takes: tensors it reads that the caller may free while it runs.
             gives: whether it returns tensors that the caller goes on to use.
         """
-        return work()
+        autocast = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        if not autocast:
+            return work()
+        with ExitStack() as stack:
+            for kind in autocast:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            return work()
 
     def join(self) -> None:
         """Let what the caller does next come after everything done here."""
@@ -51,7 +62,7 @@ class DeviceCodecStream(CodecStream):
             # else the allocator reuses its memory as soon as the compute stream is done with it
             tensor.record_stream(self._stream)
         with self._streams.stream(self._stream):
-            made = work()
+            made = super().run(work)
         if gives:
             # what was allocated here needs no such care: nothing is before this stream waited for `compute`
             compute.wait_stream(self._stream)

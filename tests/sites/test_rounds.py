@@ -392,6 +392,14 @@ def test_a_newcomer_that_a_stranger_made_up_is_none(store):
     assert launch.slots[0]._board.newcomers() == {}
 
 
+def test_newcomers_are_written_over_what_is_no_text(store):
+    """A replica that wanted to change them tried for ever: what it read never equalled what was there."""
+    board = Launch(store).slots[0]._board
+    store.set(f"{PREFIX}newcomers", b"\xff\xfe")
+    board.ask_for_anchor(7)
+    assert board.newcomers() == {7: None}
+
+
 def test_a_replica_with_another_anchor_than_the_others_is_told(store):
     board, start = Board(store), Position(0, "first")
     board.head(start)

@@ -12,7 +12,7 @@ from ds_compress.kernels.backends import reference
 from ds_compress.message.channel import Boundary
 from ds_compress.message.observer import SeenMessage
 from ds_compress.runtime.policy import GradientNorms
-from ds_compress.transport.streams import DeviceCodecStream
+from ds_compress.transport.streams import CodecStream, DeviceCodecStream
 from tests.support.pipeline import batches, build, ds_config
 from tests.support.ranks import run_ranks
 from tests.transport.streams import install
@@ -63,6 +63,15 @@ def test_work_is_in_order(recipe, tmp_path):
                 problems = [problem for problem in problems if "the host waits" not in problem]
             assert not problems, "\n".join(problems[:5])
             assert losses == expected
+
+
+def test_codecs_work_without_the_autocast_of_a_program():
+    """A program that calls train_batch within autocast had directions of messages found with 8 bits."""
+    x = torch.randn(4, 4, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (x @ x).dtype == torch.bfloat16
+        assert CodecStream().run(lambda: x @ x).dtype == torch.float32
+        assert (x @ x).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
