@@ -49,7 +49,7 @@ RECIPES: dict[str, Quality] = {
 }
 """The strictest quality that each may be used for. Errors in the first steps are not enough to know: messages
 of a young model lie in few directions, and codecs of `aggressive` were within the budget of `safe`. From
-scratch they cost a mixture of experts 2.9 %, `safe` 0.3 % (300 steps, three seeds: results/long.jsonl)."""
+scratch they cost a mixture of experts 1.8 %, `safe` 0.3 % (300 steps, three seeds: results/long.jsonl)."""
 
 
 @dataclass(frozen=True)
