@@ -152,7 +152,7 @@ def shift_of(histogram: Tensor, chosen: CodePlan) -> Tensor:
     inside = torch.arange(127, dtype=torch.int64, device=first.device) < chosen.reach.unsqueeze(2)
     # as many times as q has steps: the sum over q of how many are q or more, and not beyond
     steps = ((from_q[:, :, :-1] - escapes) * inside).sum((1, 2))
-    weights = (sums[:, :, first[0]] - sums.gather(2, beyond).squeeze(2)).sum(1)
+    weights = (sums.index_select(2, first[:1]) - sums.gather(2, beyond)).sum((1, 2))
     count = (from_q[:, :, 0] - escapes.squeeze(2)).sum(1)
     unit = (count * step >> SHIFT_BITS).clamp(min=1)
     return torch.div(steps * step - weights, unit, rounding_mode="floor").clamp(*SHIFTS)

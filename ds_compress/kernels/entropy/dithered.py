@@ -174,7 +174,7 @@ def _first_step(histogram: Tensor, frame: CodeLayout, finest_step: Tensor) -> Te
 
     def expected(step: Tensor) -> CodePlan:
         keys = (at(constants.quarter, step % FINER) - PER_OCTAVE * (step // FINER)).long().clamp(1, KEYS)
-        keys[0] = 0
+        keys[0].fill_(0)  # `keys[0] = 0` makes the host wait for the device
         unit = at(constants.units, step)
         above, weight = counts[:, :, keys], sums[:, :, keys]
         inside = above[:, :, :-1] - above[:, :, 1:]

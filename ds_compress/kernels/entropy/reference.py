@@ -55,7 +55,7 @@ class EntropyCoding:
             weights = sample_weights(frame, x.device)
             words = encode_dithered(self._coder, bits, exponent, frame, dither, weights)
         overflow = torch.zeros_like(words)
-        overflow[frame.head] = NOT_FINITE
+        overflow[frame.head].fill_(NOT_FINITE)  # `overflow[...] = ` makes the host wait for the device
         return torch.where(exponent == NOT_FINITE, overflow, words)
 
     def decode_entropy(
