@@ -132,20 +132,28 @@ def using(backend: Backend) -> Iterator[None]:
 
 @cache
 def on_gpu(device: torch.device) -> Backend | None:
-    """Return the Triton backend if it works on `device`, else None; each device is tested once, and one
-    warning is logged."""
+    """Return the backend of those Triton kernels that work on `device`, None if none does; each device is
+    tested once, and one warning is logged."""
     if device.type != "cuda":
         return None
-    try:
-        triton = load("triton", ON_GPU)
-        self_test(triton, device)  # an old Triton, or a missing C compiler, fails only at the first launch
-    except Exception as error:
-        if is_out_of_memory(error):  # says nothing about Triton
-            raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        logger.warning("Triton kernels are off on %s, PyTorch is used and slower: %s", device, reason)
-        return None
-    return triton
+    working, reasons = list[str](), list[str]()
+    for family, examples in FAMILIES.items():
+        try:
+            # an old Triton, or a missing C compiler, fails only at the first launch
+            self_test(load("triton", family), device, examples)
+            working += family
+        except Exception as error:
+            if is_out_of_memory(error):  # says nothing about Triton
+                raise
+            reasons.append((str(error).strip() or type(error).__name__).splitlines()[0])
+    if not reasons:
+        return load("triton", ON_GPU)
+    others = f", but for {', '.join(working)}" if working else ""
+    said = "; ".join(dict.fromkeys(reasons))
+    logger.warning("Triton kernels are off on %s%s, PyTorch is used and slower: %s", device, others, said)
+    # ranks with other kernels are told by the name
+    name = f"triton for {', '.join(working)}"
+    return Backend(name, load("triton", tuple(working)).functions) if working else None
 
 
 def prepare() -> None:
@@ -155,8 +163,8 @@ def prepare() -> None:
         library.load()
 
 
-def self_test(backend: Backend, device: torch.device) -> None:
-    """Run one small example of each algorithm on `device`, and wait for it.
+def self_test(backend: Backend, device: torch.device, examples: "Examples | None" = None) -> None:
+    """Run one small example of each algorithm on `device`, or the given ones, and wait for it.
 
     Kernels are compiled at their first launch. Without this test a failure would stop training at its first
     message.
@@ -165,7 +173,7 @@ def self_test(backend: Backend, device: torch.device) -> None:
         RuntimeError: an algorithm failed, or gave other bits than the reference; the message names it.
         Exception: memory is used up.
     """
-    for name, example in EXAMPLES.items():
+    for name, example in (examples or EXAMPLES).items():
         try:
             results = example(backend, device)
         except Exception as error:
@@ -196,11 +204,16 @@ def _entropy(backend: Backend, device: torch.device) -> tuple[Tensor, ...]:
     return words, *backend.decode_entropy(words, frame, torch.float32)
 
 
-EXAMPLES: dict[str, Callable[[Backend, torch.device], tuple[Tensor, ...]]] = {
-    "quantize": _quantize,
-    "feedback": _feedback,
-    "entropy coding": _entropy,
+Examples = Mapping[str, Callable[[Backend, torch.device], tuple[Tensor, ...]]]
+
+FAMILIES: dict[tuple[str, ...], Examples] = {
+    ("quantize", "feedback"): {"quantize": _quantize, "feedback": _feedback},
+    ("entropy",): {"entropy coding": _entropy},
 }
+"""Algorithms whose kernels in Triton work together or not at all, with their examples. Triton before 3.3 does
+not compile those of the first."""
+
+EXAMPLES: Examples = {name: example for each in FAMILIES.values() for name, example in each.items()}
 
 
 def _values(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -104,6 +104,22 @@ def test_without_triton_plain_torch_serves_gpus_and_says_so_once(monkeypatch, ca
     assert len(caplog.records) == 1 and "Triton kernels are off on cuda:0" in caplog.text
 
 
+def test_kernels_that_work_are_used_without_the_others(monkeypatch, caplog, asked_again):
+    """Triton 3.1 and 3.2, those of torch 2.5 and 2.6, do not compile the kernels of quantize. Those of
+    entropy were switched off with them, and thousands of launches of PyTorch coded each message."""
+    entropy = pytest.importorskip("ds_compress.kernels.entropy.triton")
+    monkeypatch.setitem(sys.modules, "ds_compress.kernels.quantize.triton", None)
+    monkeypatch.delitem(sys.modules, "ds_compress.kernels.feedback.triton", raising=False)
+    tested = []
+    monkeypatch.setattr(backends, "self_test", lambda backend, device, examples: tested.extend(examples))
+    used = backends.kernels(CUDA)
+    assert tested == ["entropy coding"]
+    assert (used.encode_entropy, used.quantize) == (entropy.encode_entropy, reference.quantize)
+    assert used.quantize_with_residual is reference.quantize_with_residual
+    assert used.name == "triton for entropy"
+    assert len(caplog.records) == 1 and "are off on cuda:0, but for entropy, PyTorch" in caplog.text
+
+
 def test_triton_that_cannot_launch_is_not_used(caplog, asked_again):
     """As here: no driver."""
     pytest.importorskip("triton")
