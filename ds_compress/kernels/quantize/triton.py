@@ -44,6 +44,9 @@ VALUES = 4096  # of one program, where groups are that small
 ORDINARY = tl.constexpr(2.0**64)
 """Steps and offsets up to this: no value is beyond its grid, nor was one too large for the rotation."""
 
+LEAST_HALF = tl.constexpr(2.0**-150)
+"""Half of the smallest subnormal number."""
+
 TILE_BYTES = 64
 """Least bytes of a tile of a group, as it is read: two sectors of memory, by four threads 16 bytes each."""
 
@@ -247,8 +250,11 @@ def _grids(
     # of zeros, +0
     low, high = saturated(low + 0.0, LARGEST_LIMIT), saturated(high + 0.0, LARGEST_LIMIT)
     start = -at_least(-low)
-    step = at_least(tl.div_rn(high - start, fp32(TOP)))
-    return tl.where((step > 0) & (step < SMALLEST_STEP), SMALLEST_STEP, step), start
+    width = high - start
+    step = at_least(tl.div_rn(width, fp32(TOP)))
+    # Triton 3.3 and 3.4 divide to 0 where the result is subnormal; from this width on it is not 0
+    least = fp32((TOP + 1) * LEAST_HALF)
+    return tl.where((width >= least) & (step < SMALLEST_STEP), SMALLEST_STEP, step), start
 
 
 @triton.jit(do_not_specialize=["n", "first", "second"])

@@ -1,9 +1,11 @@
 """The Triton kernels of quantization against the reference; tests/kernels/test_triton.py runs this file."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triton.runtime import interpreter
 
 from ds_compress.kernels import backends
 from ds_compress.kernels.backends import reference
@@ -145,3 +147,25 @@ def test_codes_and_scales_are_written_where_the_packet_has_them():
 
 def test_every_family_passes_its_trial():
     backends.self_test(fused, DEVICE)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU divides in one way")
+@pytest.mark.parametrize("bits", [1, 4, 8])
+@pytest.mark.parametrize("exponent", [-122, -126, -130, -144, -149])
+def test_division_without_subnormal_results(bits, exponent, monkeypatch):
+    """Triton 3.3 and 3.4 compile `div_rn` to div.rn.ftz.f32: the values of a group of a range so small all
+    decoded to the smallest one."""
+    builder = interpreter.InterpreterBuilder
+    divide = builder.create_precise_divf
+
+    def flushing(*arguments):
+        quotient = divide(*arguments)
+        quotient.data[np.abs(quotient.data) < 2.0**-126] = 0
+        return quotient
+
+    monkeypatch.setattr(builder, "create_precise_divf", flushing)
+    groups = torch.arange(64.0).remainder(torch.arange(1.0, 9.0)[:, None]) * 2.0**exponent
+    (codes, step, _), (expected, wanted, _) = (
+        backend.quantize(groups, Grid(bits)) for backend in (fused, reference)
+    )
+    assert_same_bits((codes, step), (expected, wanted))
