@@ -28,6 +28,8 @@ CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 _kept = 0
 
+_OF_DEVICE = "CUDA error", "Error [CUDA]", "unhandled cuda error"  # torch, Triton, NCCL
+
 _EXHAUSTED = ("out of memory", "can't allocate memory", "not enough memory")  # drivers, torch, zstd
 
 
@@ -46,7 +48,7 @@ def is_of_this_rank(error: BaseException) -> bool:
 
     A device fails at a kernel of the model, say, and its error shows up in whatever is called next.
     """
-    return is_out_of_memory(error) or any(words in str(error) for words in ("CUDA error", "Error [CUDA]"))
+    return is_out_of_memory(error) or any(words in str(error) for words in _OF_DEVICE)
 
 
 @lru_cache  # a size that came before changes nothing

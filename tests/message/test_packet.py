@@ -149,6 +149,9 @@ EXHAUSTED = {
     "a kernel of Triton": raising(
         RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
     ),
+    "NCCL": raising(
+        RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error, NCCL version 2.27.5")
+    ),
     "zstd": raising(zstandard.ZstdError("decompression error: Allocation error : not enough memory")),
 }
 EACH_EXHAUSTED = pytest.mark.parametrize("exhausted", EXHAUSTED.values(), ids=EXHAUSTED)
