@@ -34,6 +34,9 @@ from ds_compress.kernels.entropy.format import (
 
 _MAGNITUDE = 0x7FFFFFFF
 
+BISECTIONS = 6
+"""Of the search for a step, planned together."""
+
 
 class CodePlan(NamedTuple):
     """Frequencies and size of the code of a message, at one step."""
@@ -88,56 +91,78 @@ def search(histogram: Tensor, frame: CodeLayout, worst_case: bool) -> CodePlan:
     """
     constants = tables(histogram.device)
     counts = summed_from(histogram)
+    n = counts[:, :, 0].sum(1)
 
-    def plan_of(step: Tensor) -> CodePlan:
-        from_q = counts[:, :, first_keys(step, constants)]
-        return plan(step, from_q, counts[:, :, 0].sum(1), constants, worst_case)
+    def plan_of(steps: Tensor) -> CodePlan:
+        from_q = counts[:, :, first_keys(steps, constants)].permute(2, 0, 1, 3)  # [steps, 1, 2, 128]
+        return plan(steps, from_q, n, constants, worst_case)
 
-    last = torch.full((), STEPS - 1, dtype=torch.int64, device=histogram.device)
-    return plan_of(finest(plan_of, range(STEPS), last, frame.capacity))
+    last = torch.full((1,), STEPS - 1, dtype=torch.int64, device=histogram.device)
+    chosen = plan_of(finest(plan_of, range(STEPS), last, frame.capacity))
+    return CodePlan(*(part.squeeze(0) for part in chosen))
 
 
 def finest(plan_of: Callable[[Tensor], CodePlan], steps: range, last: Tensor, capacity: int) -> Tensor:
-    """Return the finest of `steps` up to `last` whose plan fits, int64, by binary search; else the first."""
+    """Return the finest of `steps` up to `last` whose plan fits, int64 [1], by binary search; else the first.
+
+    Whatever the outcomes of the next bisections will be, their steps are planned together: on a GPU an
+    operation on a few numbers takes as long as its launch.
+
+    Args:
+        plan_of: plans codes for steps, int64 [n].
+        last: int64 [1].
+    """
     low, high = torch.full_like(last, steps[0]), last + 1
-    for _ in range(len(steps).bit_length()):
-        middle = (low + high) // 2
-        fits = plan_of(middle).words <= capacity
-        low, high = torch.where(fits, middle, low), torch.where(fits, high, middle)
+    for _ in range(-(-len(steps).bit_length() // BISECTIONS)):
+        place, middles = torch.zeros_like(last), list[Tensor]()
+        for _ in range(
+            BISECTIONS
+        ):  # [2^i] intervals after i of them: 2k of the k-th if its middle is too fine
+            middle = (low + high) // 2
+            middles.append(middle)
+            low, high = torch.stack([low, middle], 1).flatten(), torch.stack([middle, high], 1).flatten()
+        fits = (plan_of(torch.cat(middles)).words <= capacity).long()
+        for own in fits.split([len(middle) for middle in middles]):
+            place = 2 * place + own.index_select(0, place)
+        low, high = low.index_select(0, place), high.index_select(0, place)
     return low
 
 
 def first_keys(step: Tensor, constants: FormatTables) -> Tensor:
-    """Return the first key of q = 1 .. 128, int64 [128]."""
-    return (at(constants.first, step % FINER) - PER_OCTAVE * (step // FINER)).long().clamp(1, KEYS)
+    """Return the first key of q = 1 .. 128, int64 [..., 128], of each `step`."""
+    return (
+        (at(constants.first, step % FINER) - PER_OCTAVE * (step // FINER).unsqueeze(-1)).long().clamp(1, KEYS)
+    )
 
 
 def plan(step: Tensor, from_q: Tensor, n: Tensor, constants: FormatTables, worst_case: bool) -> CodePlan:
-    """Return how a message is coded with `step`.
+    """Return how a message is coded with `step`, or with each of several steps: `...` below.
 
     Args:
-        from_q: int64 [tables, 2, 128], how many positive values, and how many negative ones, become
+        step: int64 [...].
+        from_q: int64 [..., tables, 2, 128], how many positive values, and how many negative ones, become
             q = 1 .. 128 or more.
         n: int64 [tables], how many values there are.
         worst_case: see `search`.
     """
     # twice the reach is worth its table where it holds more values than the table has words
-    few = from_q[:, :, constants.levels] <= 2 * (constants.levels + 1)
-    level = (~few).long().cumprod(2).sum(2).clamp(max=len(constants.levels) - 1)
+    few = from_q[..., constants.levels] <= 2 * (constants.levels + 1)
+    level = (~few).long().cumprod(-1).sum(-1).clamp(max=len(constants.levels) - 1)
     reach = constants.levels[level]
-    inside = torch.arange(127, dtype=torch.int64, device=from_q.device) < reach.unsqueeze(2)
-    each = (from_q[:, :, :-1] - from_q[:, :, 1:]) * inside
-    escapes = from_q.gather(2, reach.unsqueeze(2)).sum((1, 2))
-    share = TOTAL - 1 - (each > 0).sum((1, 2)) - (escapes > 0).long()
-    frequencies = _frequency(each, share.view(-1, 1, 1), n.view(-1, 1, 1))
+    inside = torch.arange(127, dtype=torch.int64, device=from_q.device) < reach.unsqueeze(-1)
+    each = (from_q[..., :-1] - from_q[..., 1:]) * inside
+    escapes = from_q.gather(-1, reach.unsqueeze(-1)).sum((-2, -1))
+    share = TOTAL - 1 - (each > 0).sum((-2, -1)) - (escapes > 0).long()
+    frequencies = _frequency(each, share[..., None, None], n[:, None, None])
     beyond = _frequency(escapes, share, n)
-    rest = TOTAL - frequencies.sum((1, 2)) - beyond
+    rest = TOTAL - frequencies.sum((-2, -1)) - beyond
     cost = constants.cost.long()
     if worst_case:
         cost = cost + ROUNDING_COST * (cost > 0)
-    zeros = n - from_q[:, :, 0].sum(1)
-    total = (each * cost[frequencies]).sum() + (escapes * cost[beyond] + zeros * cost[rest]).sum()
-    words = reach.sum() + len(reach) + escapes.sum() + (total >> COST_BITS + 4)
+    zeros = n - from_q[..., 0].sum(-1)
+    total = (each * cost[frequencies]).sum((-3, -2, -1))
+    total = total + (escapes * cost[beyond] + zeros * cost[rest]).sum(-1)
+    words = reach.sum((-2, -1)) + reach.shape[-2] + escapes.sum(-1) + (total >> COST_BITS + 4)
     return CodePlan(step, reach, frequencies, beyond, escapes, words)
 
 
@@ -159,8 +184,8 @@ def shift_of(histogram: Tensor, chosen: CodePlan) -> Tensor:
 
 
 def at(table: Tensor, index: Tensor) -> Tensor:
-    """Return table[index] for a 0-dim index; plain indexing would make the host wait for the device."""
-    return table.index_select(0, index.view(1)).squeeze(0)
+    """Return table[index]; plain indexing by a 0-dim index would make the host wait for the device."""
+    return table.index_select(0, index.flatten()).view(index.shape + table.shape[1:])
 
 
 def summed_from(histogram: Tensor) -> Tensor:

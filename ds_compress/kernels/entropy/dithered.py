@@ -172,23 +172,26 @@ def _first_step(histogram: Tensor, frame: CodeLayout, finest_step: Tensor) -> Te
     quarters = torch.arange(CLASSES * _MOST + 1, dtype=torch.int64, device=histogram.device)
     n = (counts[:, :, 0].sum(1) // frame.classes).expand(frame.classes)
 
-    def expected(step: Tensor) -> CodePlan:
-        keys = (at(constants.quarter, step % FINER) - PER_OCTAVE * (step // FINER)).long().clamp(1, KEYS)
-        keys[0].fill_(0)  # `keys[0] = 0` makes the host wait for the device
-        unit = at(constants.units, step)
-        above, weight = counts[:, :, keys], sums[:, :, keys]
-        inside = above[:, :, :-1] - above[:, :, 1:]
-        distance = weight[:, :, :-1] - weight[:, :, 1:] - inside * (quarters[:-1] * unit // CLASSES)
+    def expected(steps: Tensor) -> CodePlan:
+        octaves = (steps // FINER)[:, None]
+        keys = (at(constants.quarter, steps % FINER) - PER_OCTAVE * octaves).long().clamp(1, KEYS)
+        keys[:, 0].fill_(0)
+        unit = at(constants.units, steps)[:, None]
+        above, weight = counts[:, :, keys], sums[:, :, keys]  # [1, 2, steps, 513]
+        inside = above[..., :-1] - above[..., 1:]
+        distance = weight[..., :-1] - weight[..., 1:] - inside * (quarters[:-1] * unit // CLASSES)
         # of the values between two quarters of a step, those whose draw takes them to the next q
         share = torch.div(distance, (unit // CLASSES), rounding_mode="floor").clamp(min=0).minimum(inside)
-        each = (above[:, :, 1:] + share).view(-1, 2, _MOST, CLASSES)  # by the quarter that a class ends at
-        positive, negative = each[:, 0].flip(2), each[:, 1]
-        from_q = torch.stack([positive, negative], dim=1).squeeze(0).permute(2, 0, 1)  # [classes, 2, 128]
+        each = (above[..., 1:] + share).view(2, -1, _MOST, CLASSES)  # by the quarter that a class ends at
+        from_q = torch.stack([each[0].flip(-1), each[1]], dim=1).permute(
+            0, 3, 1, 2
+        )  # [steps, classes, 2, 128]
         if frame.classes == 1:
-            from_q = from_q.sum(0, keepdim=True)
-        return plan(step, from_q // CLASSES, n, constants, worst_case=False)
+            from_q = from_q.sum(1, keepdim=True)
+        return plan(steps, from_q // CLASSES, n, constants, worst_case=False)
 
-    return finest(expected, DITHERED_STEPS, finest_step, frame.capacity - spare_words(frame))
+    last = finest_step.view(1)
+    return finest(expected, DITHERED_STEPS, last, frame.capacity - spare_words(frame)).squeeze(0)
 
 
 def spare_words(frame: CodeLayout) -> int:

@@ -1,6 +1,6 @@
 """Entropy coding on a GPU: one launch codes all blocks, one program per block; the rest is PyTorch.
 
-PyTorch makes a few passes over the keys, and most of its launches, about 2,000 to encode and 150 to decode a
+PyTorch makes a few passes over the keys, and most of its launches, about 950 to encode and 150 to decode a
 message, on the histogram. The host does not wait.
 """
 
