@@ -101,9 +101,6 @@ class Evaluation:
     forward: EvaluatedMessage
     backward: EvaluatedMessage
 
-    def is_within(self, limits: ErrorLimits) -> bool:
-        return limits.allow(self.forward.token_error, self.backward.gradient_error)
-
 
 class LargestErrors(NamedTuple):
     """Largest errors of all boundaries."""
@@ -131,6 +128,9 @@ class PipelineRecipe:
     exchanged: int = 0  # bytes of tied weights, as in `TransferPlan`
     budgets: Sequence[MemoryBudget] = ()  # by stage; `packets` is filled in from the recipe
 
+    def is_within(self, limits: ErrorLimits) -> bool:
+        return limits.allow(self.errors.token_error, self.errors.gradient_error)
+
 
 def uncompressed_recipe(forward: Sequence[int], backward: Sequence[int]) -> PipelineRecipe:
     """Return DeepSpeed without compression; `forward` and `backward`: bytes of a message by boundary."""
@@ -144,14 +144,14 @@ def combine(
     limits: ErrorLimits,
     **link: Any,
 ) -> list[PipelineRecipe]:
-    """Make the recipes within `limits`: of each candidate at all boundaries, and of mixtures.
+    """Make recipes of evaluated candidates: each candidate at all boundaries, and mixtures within `limits`.
 
     Args:
         evaluations: by boundary, of the same candidates in the same order everywhere.
         networks: by boundary.
         link: `eager`, `depth` and `budgets` of every recipe.
     """
-    everywhere = [own for own in zip(*evaluations) if all(each.is_within(limits) for each in own)]
+    everywhere = [tuple(own) for own in zip(*evaluations)]
     mixed = []
     for price in PRICES:
         mixture = tuple(_cheapest(own, network, price, limits) for own, network in zip(evaluations, networks))
@@ -173,7 +173,12 @@ def _cheapest(
     separable = [own for own in evaluations if own.candidate.is_separable]
     forward = [own for own in separable if own.forward.token_error <= limits.forward]
     backward = [own for own in separable if own.backward.gradient_error <= limits.backward]
-    whole = [own for own in evaluations if not own.candidate.is_separable and own.is_within(limits)]
+    whole = [
+        own
+        for own in evaluations
+        if not own.candidate.is_separable
+        and limits.allow(own.forward.token_error, own.backward.gradient_error)
+    ]
     if forward and backward:
         best_forward = min(forward, key=lambda own: key(own.forward))
         best_backward = min(backward, key=lambda own: key(own.backward))

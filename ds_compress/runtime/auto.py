@@ -186,7 +186,8 @@ class AutoController(DepthController):
         depth = self._link.depth if deepens or not self.auto else 1
         link = {"eager": True, "depth": depth, "budgets": found.memory_budgets or ()}
         forward, backward = ([cost.nbytes for cost in sent] for sent in (found.forward, found.backward))
-        allowed = combine(evaluations, found.networks, limits, **link)
+        made = combine(evaluations, found.networks, limits, **link)
+        allowed = [recipe for recipe in made if recipe.is_within(limits)]
         return rank(found.workload, found.networks, [uncompressed_recipe(forward, backward), *allowed])
 
 

@@ -63,8 +63,10 @@ def choose(block: Block, task: Task, seed: int, device: torch.device) -> Choice:
     ]
     raw = [sum(x.nbytes for x in found[n, "forward"][0]) for n in range(len(boundaries))]
     networks, workload = (SLOW,) * len(boundaries), Workload((1e-3,) * STAGES, (1e-3,) * STAGES, 1)
-    recipes = [uncompressed_recipe(raw, raw), *combine(evaluations, networks, limits, eager=True)]
-    best: dict[str, Any] | None = pick_best(rank(workload, networks, recipes), limits)
+    allowed = [each for each in combine(evaluations, networks, limits, eager=True) if each.is_within(limits)]
+    best: dict[str, Any] | None = pick_best(
+        rank(workload, networks, [uncompressed_recipe(raw, raw), *allowed]), limits
+    )
     if best is None:
         return Choice("none", recipe("none", "ds_compress"), 0.0, 0.0)
     chosen = {**best["block"], "warmup_steps": STEPS}
