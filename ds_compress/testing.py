@@ -12,13 +12,13 @@ is an AssertionError of one line. Only torch is used.
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from ds_compress.codec import CODECS, Codec, Context, Layout, TensorSpec, build, fill
 from ds_compress.codecs.message_error import measure_error
@@ -261,11 +261,15 @@ def _packed(parts: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, tu
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in `value`: in containers, and in what objects hold."""
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif hasattr(leaf, "__dict__"):
-            yield from _tensors(vars(leaf))
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors([*value.values()])
+    elif isinstance(value, (list, tuple, deque)):
+        for item in value:
+            yield from _tensors(item)
+    elif hasattr(value, "__dict__"):
+        yield from _tensors(vars(value))
 
 
 def _shares(a: Tensor, b: Tensor) -> bool:

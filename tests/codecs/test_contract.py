@@ -98,9 +98,13 @@ class OneShape(Honest):
         return super().encode(x, ctx)
 
 
+class Entries(dict):
+    """A container that is a leaf to torch's own walk."""
+
+
 class KeepsViewInside(Honest):
     def decode(self, parts, spec, ctx):
-        ctx.stash["sent"] = [types.SimpleNamespace(half=parts[0].flatten()[:1])]
+        ctx.stash["sent"] = [Entries(half=types.SimpleNamespace(half=parts[0].flatten()[:1]))]
         return parts[0].to(spec.dtype)
 
 
