@@ -115,9 +115,8 @@ def finest(plan_of: Callable[[Tensor], CodePlan], steps: range, last: Tensor, ca
     low, high = torch.full_like(last, steps[0]), last + 1
     for _ in range(-(-len(steps).bit_length() // BISECTIONS)):
         place, middles = torch.zeros_like(last), list[Tensor]()
-        for _ in range(
-            BISECTIONS
-        ):  # [2^i] intervals after i of them: 2k of the k-th if its middle is too fine
+        # after i of them [2^i] intervals: number k becomes 2k if its middle is too fine, 2k + 1 if it fits
+        for _ in range(BISECTIONS):
             middle = (low + high) // 2
             middles.append(middle)
             low, high = torch.stack([low, middle], 1).flatten(), torch.stack([middle, high], 1).flatten()
@@ -130,9 +129,8 @@ def finest(plan_of: Callable[[Tensor], CodePlan], steps: range, last: Tensor, ca
 
 def first_keys(step: Tensor, constants: FormatTables) -> Tensor:
     """Return the first key of q = 1 .. 128, int64 [..., 128], of each `step`."""
-    return (
-        (at(constants.first, step % FINER) - PER_OCTAVE * (step // FINER).unsqueeze(-1)).long().clamp(1, KEYS)
-    )
+    octaves = (step // FINER).unsqueeze(-1)
+    return (at(constants.first, step % FINER) - PER_OCTAVE * octaves).long().clamp(1, KEYS)
 
 
 def plan(step: Tensor, from_q: Tensor, n: Tensor, constants: FormatTables, worst_case: bool) -> CodePlan:

@@ -183,9 +183,8 @@ def _first_step(histogram: Tensor, frame: CodeLayout, finest_step: Tensor) -> Te
         # of the values between two quarters of a step, those whose draw takes them to the next q
         share = torch.div(distance, (unit // CLASSES), rounding_mode="floor").clamp(min=0).minimum(inside)
         each = (above[..., 1:] + share).view(2, -1, _MOST, CLASSES)  # by the quarter that a class ends at
-        from_q = torch.stack([each[0].flip(-1), each[1]], dim=1).permute(
-            0, 3, 1, 2
-        )  # [steps, classes, 2, 128]
+        both = torch.stack([each[0].flip(-1), each[1]], dim=1)
+        from_q = both.permute(0, 3, 1, 2)  # [steps, classes, 2, 128]
         if frame.classes == 1:
             from_q = from_q.sum(1, keepdim=True)
         return plan(steps, from_q // CLASSES, n, constants, worst_case=False)
