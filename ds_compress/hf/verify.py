@@ -131,13 +131,19 @@ def _check_names(targets: Iterable[str] | None, whole: PreTrainedModel) -> None:
     if targets is None or isinstance(targets, str):  # a pattern, or "all-linear"
         return
     modules = dict(whole.named_modules())
-    unknown = [own for own in sorted(targets) if not any(f".{name}".endswith(f".{own}") for name in modules)]
+    known = [f".{_unnumbered(name)}" for name in modules]
+    unknown = [own for own in sorted(targets) if not any(n.endswith(f".{_unnumbered(own)}") for n in known)]
     if unknown:
         linear = {name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, LINEAR)}
         raise CompressionError(
             f"lora.target_modules: {shown(unknown)}: no module of {type(whole).__name__} is called that; its "
             f"linear ones are: {', '.join(sorted(linear))}"
         )
+
+
+def _unnumbered(name: str) -> str:
+    """Return the name of a module for any layer, and any expert: a tiny model has the first ones alone."""
+    return ".".join("N" if part.isdigit() else part for part in name.split("."))
 
 
 def _check_adapters_run(whole: PreTrainedModel, inputs: dict[str, Tensor]) -> None:

@@ -151,6 +151,14 @@ def test_a_name_that_no_module_has_is_refused_beside_others():
     verify_parts(config("Llama"), False, LoraConfig(target_modules=["q_proj", "self_attn.v_proj"]))
 
 
+def test_modules_of_later_layers_may_be_named():
+    """A tiny model has the first three layers alone: names of others were refused."""
+    given = config("Llama")
+    given.num_hidden_layers = 5
+    names = [f"model.layers.{layer}.self_attn.q_proj" for layer in range(given.num_hidden_layers)]
+    verify_parts(given, False, LoraConfig(target_modules=names))
+
+
 def test_experts_in_groups_are_checked():
     """DeepSeek-V3 was checked without experts, which follow three dense layers; V2, with one, was refused."""
     given = config("DeepSeek-V3")
