@@ -45,7 +45,8 @@ def read_records(source: str, data: Data) -> Iterable[dict[str, Any]]:
         from datasets import load_dataset
 
         if path.suffix in LOADERS:
-            return load_dataset(LOADERS[path.suffix], data_files=glob.escape(str(path)), split="train")
+            files = glob.escape(str(path)) if path.exists() else str(path)  # which may be a pattern
+            return load_dataset(LOADERS[path.suffix], data_files=files, split="train")
         return load_dataset(source, split=data.split)
     except Exception as error:  # each reader, and the network, has its own
         reason = in_one_line(error.__cause__ or error)  # an error of `datasets` names none

@@ -79,6 +79,11 @@ def test_a_path_with_brackets_is_a_path(tmp_path):
     file.parent.mkdir()
     file.write_text(json.dumps({"text": "the cat"}))
     assert list(read_records(str(file), settings.data)) == [{"text": "the cat"}]
+    several = [tmp_path / f"part-{number}.jsonl" for number in range(2)]
+    for part in several:
+        part.write_text(json.dumps({"text": part.stem}))
+    found = read_records(str(tmp_path / "part-*.jsonl"), settings.data)
+    assert [row["text"] for row in found] == ["part-0", "part-1"], "other patterns are those of `datasets`"
 
 
 def test_text_is_learned_whole_and_completions_alone():
