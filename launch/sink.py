@@ -1,8 +1,9 @@
 """How long the attention sink of SmolLM2 stays while it is fine-tuned with few bits in its gradients.
 
-    python launch/sink.py --data FOLDER [--steps 100] [--seed 1] [--draws 1234] [--without]
+    python launch/sink.py --data FOLDER [--steps 100] [--seed 1] [--draws 1234] [--without] [--long]
 
-LoRA as in preset `real` of launch/reproduce.py, compressed as by `balanced` after three steps. Each line has
+LoRA as in preset `real` of launch/reproduce.py, compressed as by `balanced` after three steps; with `--long`
+as in the task of 1,000 steps of preset `long`, whose learning rate falls more slowly. Each line has
 a step, its loss, the least length that the first token of a sample has behind the second stage, the median
 length of the others there, and the largest norm of a stage's gradients. `--without` leaves out the components
 of gradients along activations; with another `--draws` their noise is another.
@@ -33,12 +34,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of batches and adapters")
     parser.add_argument("--draws", type=int, default=1234, help='"seed" of the ds_compress block')
     parser.add_argument("--without", action="store_true", help="without components along activations")
+    parser.add_argument("--long", action="store_true", help="of 1,000 steps")
     args = parser.parse_args()
     if args.without:
         entropy.ALONG = 0.0
     balanced = SETTINGS["smollm2-lora"]["entropy4-rank8/dither1.5"]
     config = {"ds_compress": {**balanced, "warmup_steps": 3, "seed": args.draws}}
-    task = task_of("real", "smollm2-lora", args.data, args.data)
+    of = ("long", "smollm2-lora-1000") if args.long else ("real", "smollm2-lora")
+    task = task_of(*of, args.data, args.data)
     stages = nn.Sequential(*task.stages(args.seed))
     model = simulate(stages, config, range(1, STAGES), task.steps_per_epoch)
     lengths = torch.zeros(0, 0)  # of tokens, [samples, tokens]

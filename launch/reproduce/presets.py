@@ -7,7 +7,7 @@ small       several architectures, fine-tuned and from scratch: a minute a run
 guard       the same, smaller from scratch: settings that may hurt, which the guard is judged by
 wide        the same task with hidden states of 256 values
 real        a pretrained model of 135 million parameters (SmolLM2, a Llama with attention sinks)
-long        from scratch at 300, 1,200 and 4,800 steps: what a setting costs as training goes on
+long        from scratch for 300 to 4,800 steps, fine-tuned for 1,000: what a setting costs as time goes on
 tied        from scratch with one embedding for input and output and a large vocabulary
 replicas    the same on two data-parallel replicas, with hidden states of 128 values
 smoke       for tests
@@ -221,8 +221,9 @@ LONG: Preset = {
     **{f"{name}-{steps}": long(name, steps) for name in ("llama", "moe") for steps in (300, 1200, 4800)},
     "llama-300-batch16": long("llama", 300, batch=16, blocks=16 * 300),
     "llama-1200-wide": long("llama", 1200, hidden=512, heads=8),
+    "smollm2-lora-1000": replace(REAL["smollm2-lora"], blocks=2000),
 }
-"""Hidden states of 128 values, and of 512; 4 samples a step, and 16."""
+"""Hidden states of 128 values, and of 512; 4 samples a step, and 16; and SmolLM2 for 1,000 steps, not 200."""
 
 TIED: Preset = {
     f"tied-{steps}": TiedSize(
