@@ -135,7 +135,7 @@ EVIDENCE = {
     "none": Evidence("none", (0.0, 0.0), (0.0, 0.0), (0.0, 0.0)),
     "safe": Evidence("entropy4-rank8/dither3", (0.8, 1.0), (0.5, 1.0), (1.0, 1.0)),
     "balanced": Evidence("entropy4-rank8/dither1.5", (2.4, 2.7), (1.0, 1.5)),
-    "aggressive": Evidence("entropy2.5-rank8/dither1.5", (5.1, 7.8)),
+    "aggressive": Evidence("entropy2.5-rank8/dither1.5", (5.3, 7.8)),
     "quant4": Evidence("group4/4-hadamard", (3.0, 3.1)),
     "quant4_8": Evidence("quant4_8", (2.1, 2.2)),
     "topk10": Evidence("topk10_bf16-reuse", (20.4, 30.8)),
