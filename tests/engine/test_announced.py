@@ -1,4 +1,4 @@
-"""Messages that are not like those announced: every rank says so; and evaluations whose data run out."""
+"""Every rank names a message that is not as announced. Evaluations whose data run out."""
 
 import re
 
