@@ -131,7 +131,7 @@ def _trained_bytes(settings: Settings, dtype: torch.dtype) -> int:
     return dtype.itemsize + 4 + 4 + states  # fp32 copies of gradients and weights, see `complete_ds_config`
 
 
-class _FakeTensorMeter(TorchDispatchMode):
+class FakeTensorMeter(TorchDispatchMode):
     """Counts operations, and the bytes of live tensors that were created while it is active."""
 
     def __init__(self, known: list[Tensor]):
@@ -172,7 +172,7 @@ def _measure_passes(
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         known = [tensor for part in parts for tensor in _make_fake(part)]
-        with _FakeTensorMeter(known) as meter:
+        with FakeTensorMeter(known) as meter:
             ids = torch.zeros(shape, dtype=torch.int64, device="cpu")
             x: Any = torch.zeros(*shape, width, dtype=parts[0].dtype, device="cpu", requires_grad=True)
             if parts[0].part_id.kind == EMBEDDING:

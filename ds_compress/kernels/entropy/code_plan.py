@@ -26,6 +26,7 @@ from ds_compress.kernels.entropy.format import (
     SHIFT_BITS,
     SHIFTS,
     STEPS,
+    SYMBOLS,
     TOTAL,
     CodeLayout,
     FormatTables,
@@ -36,6 +37,9 @@ _MAGNITUDE = 0x7FFFFFFF
 
 BISECTIONS = 6
 """Of the search for a step, planned together."""
+
+SPREAD = 32
+"""Places at which one number is counted, in turn: a GPU adds to one place after the other."""
 
 
 class CodePlan(NamedTuple):
@@ -68,18 +72,20 @@ def exponent_of(bits: Tensor) -> Tensor:
 
 
 def keys_of(bits: Tensor, exponent: Tensor) -> Tensor:
-    """Return the histogram keys of floats given by their `bits`, int64 [numel]; KEYS is added for negative
+    """Return the histogram keys of floats given by their `bits`, int32 [numel]; KEYS is added for negative
     values."""
     scale = ((255 - exponent) << 23).view(torch.float32)  # to [2, 4): neither it nor a result is subnormal
-    scaled = ((bits & _MAGNITUDE).view(torch.float32) * scale).view(torch.int32)
-    keys = ((scaled >> KEY_SHIFT) - (LOWEST + 1) * PER_OCTAVE).clamp_(0, KEYS - 1)
-    return keys.long() + KEYS * (bits < 0)
+    keys = (bits & _MAGNITUDE).view(torch.float32).mul_(scale).view(torch.int32)
+    keys = keys.bitwise_right_shift_(KEY_SHIFT).sub_((LOWEST + 1) * PER_OCTAVE).clamp_(0, KEYS - 1)
+    return keys.add_(bits < 0, alpha=KEYS)
 
 
-def histogram_of(keys: Tensor, weights: Tensor) -> Tensor:
-    """Add up the weights, int64 [numel], of each key of `keys_of`: int64 [1, 2, KEYS], as of one table."""
-    histogram = torch.zeros(2 * KEYS, dtype=torch.int64, device=keys.device)
-    return histogram.index_add_(0, keys, weights).view(1, 2, KEYS)
+def count(numbers: Tensor, size: int) -> Tensor:
+    """Count how often each number below `size` is in `numbers`, int32 [n]: int64 [size]."""
+    places = torch.arange(len(numbers), dtype=torch.int32, device=numbers.device).remainder_(SPREAD)
+    counted = torch.zeros(size * SPREAD, dtype=torch.int32, device=numbers.device)
+    ones = torch.ones(1, dtype=torch.int32, device=numbers.device).expand(len(numbers))
+    return counted.index_add_(0, places.add_(numbers, alpha=SPREAD), ones).view(size, SPREAD).sum(1)
 
 
 def search(histogram: Tensor, frame: CodeLayout, worst_case: bool) -> CodePlan:
@@ -195,6 +201,18 @@ def _frequency(counts: Tensor, share: Tensor, n: Tensor) -> Tensor:
     """Scale `counts` to frequencies: at least 1 for a symbol that occurs, with a sum below TOTAL."""
     n = n.clamp(min=1)  # a class may have no values
     return torch.where(counts > 0, ((counts * share + n // 2) // n).clamp(min=1), 0)
+
+
+def symbols_of(chosen: CodePlan, size: Tensor) -> Tensor:
+    """Return the symbols of q and of -q for each |q| in `size`, int64 [n]: int16 [tables, 2, n], those of
+    table t from t * SYMBOLS on."""
+    above, below = chosen.reach.unsqueeze(2).unbind(1)
+    first = torch.arange(len(above), dtype=torch.int64, device=size.device).unsqueeze(1) * SYMBOLS + below
+    positive, negative = (
+        torch.where(size <= above, size, above + 1),
+        torch.where(size <= below, -size, above + 1),
+    )
+    return torch.stack([first + positive, first + negative], dim=1).to(torch.int16)
 
 
 def frequencies_of(symbol: Tensor, chosen: CodePlan) -> Tensor:

@@ -23,11 +23,12 @@ from torch import Tensor
 from ds_compress.kernels.entropy.code_plan import (
     CodePlan,
     at,
+    count,
     finest,
-    histogram_of,
     keys_of,
     plan,
     summed_from,
+    symbols_of,
 )
 from ds_compress.kernels.entropy.format import (
     CLASS_BITS,
@@ -44,7 +45,6 @@ from ds_compress.kernels.entropy.format import (
     SAMPLED_RUN,
     SAMPLING,
     START,
-    SYMBOLS,
     CodeLayout,
     tables,
 )
@@ -62,33 +62,27 @@ _MOST = 128
 """Largest |q| that is counted by itself; larger ones are counted together."""
 
 
-def encode_dithered(
-    coder: Coder, bits: Tensor, exponent: Tensor, frame: CodeLayout, dither: int, weights: Tensor
-) -> Tensor:
+def encode_dithered(coder: Coder, bits: Tensor, exponent: Tensor, frame: CodeLayout, dither: int) -> Tensor:
     """Encode floats into words, int16 [frame.words].
 
     Args:
         bits: the floats as int32.
         exponent: of the largest magnitude; if it is NOT_FINITE, the words are undefined.
         dither: key of the random draws.
-        weights: of the values, see `sample_weights`.
     """
     device, constants = bits.device, tables(bits.device)
     drawn = draws_in_order(frame.numel, dither, device)
     classes = _classes(frame, drawn)
-    table = torch.zeros_like(drawn, dtype=torch.int64) if classes is None else classes
-    n = torch.zeros(frame.classes, dtype=torch.int64, device=device)
-    n.index_add_(0, table, torch.ones_like(table))
     raised = (exponent + COARSER).clamp(max=NOT_FINITE - 1)
     twice = bits.view(torch.float32) * ((255 - raised) << 23).view(torch.float32)
     finest_step = DITHERED_STEPS[-1] - FINER * (exponent + COARSER - raised).long()
-    histogram = histogram_of(keys_of(bits, raised), weights)
-    first = _first_step(histogram, frame, finest_step)
+    first = _first_step(_histogram(keys_of(bits, raised), frame), frame, finest_step)
 
     step, fits = first, torch.zeros((), dtype=torch.bool, device=device)
     for attempt in range(ATTEMPTS):
         new_q = _quantize(twice, drawn, step)
-        new_plan = plan(step, _count(new_q, table, len(n)), n, constants, worst_case=False)
+        counts = _count(new_q, classes, frame)
+        new_plan = plan(step, counts[:, :, 1:-1], counts[:, :, 0].sum(1), constants, worst_case=False)
         if attempt == 0:
             q, chosen = new_q, new_plan
         else:
@@ -101,9 +95,10 @@ def encode_dithered(
         coarser = 2 * (first - step) + 1 + lacking.clamp(min=0) * 16 * FINER // frame.numel
         step = (first - coarser).clamp(min=DITHERED_STEPS[0])
 
-    above, below = chosen.reach[table].unbind(1)
-    symbols = torch.where((q > above) | (q < -below), above + 1, q) + below + SYMBOLS * table
-    words, has_room = write_words(coder, chosen, symbols, q & 0xFFFF, raised, torch.zeros_like(n), frame)
+    sizes = torch.arange(_MOST + 1, dtype=torch.int64, device=device)
+    symbols = symbols_of(chosen, sizes).flatten().index_select(0, _places(q, classes))
+    shift = torch.zeros_like(chosen.escapes)
+    words, has_room = write_words(coder, chosen, symbols, q, raised, shift, frame)
     fits = fits & has_room & (bits << 1 != 0).any()
     return torch.where(fits, words, _zeros(raised, frame))
 
@@ -124,41 +119,47 @@ def decode_dithered(
     drawn = draws_in_order(frame.numel, dither, words.device)
     read = read_words(coder, words, frame, _classes(frame, drawn))
     escapes = read.escapes.to(torch.int16).int()
-    valid = read.valid & ((escapes.abs() <= LARGEST_Q) | ~read.escaped).all()
+    valid = read.valid & (escapes.abs() <= LARGEST_Q).all()
     valid &= (read.step == 0) | (read.step >= DITHERED_STEPS[0]) & (read.step <= DITHERED_STEPS[-1])
     valid &= (read.shift == 0).all()
-    q = torch.where(read.escaped, escapes.clamp(-LARGEST_Q, LARGEST_Q), read.q.flatten()[read.numbers].int())
+    q = read.find(read.q.int(), escapes.clamp(-LARGEST_Q, LARGEST_Q))
     unit = torch.where(read.step > 0, at(tables(words.device).step, read.step) * 2.0**-16, 0.0)
     value = (((q << 16) + 32767 - drawn).float() + 0.5) * unit
     return read, value.clamp(-HIGHEST, HIGHEST), valid
 
 
 def _classes(frame: CodeLayout, drawn: Tensor) -> Tensor | None:
-    """Return the dither class of each value, int64 [numel]; None if all have one table."""
-    return None if frame.classes == 1 else (drawn >> 16 - CLASS_BITS).long()
+    """Return the dither class of each value, int32 [numel]; None if all have one table."""
+    return None if frame.classes == 1 else drawn >> 16 - CLASS_BITS
 
 
 def _quantize(twice: Tensor, drawn: Tensor, step: Tensor) -> Tensor:
-    """Quantize with dither: return q, int64 [numel]. `twice`: twice the values in units of the exponent."""
+    """Quantize with dither: return q, int16 [numel]. `twice`: twice the values in units of the exponent."""
     position = twice * at(tables(twice.device).inverse, step)
-    return (position.round().int() + drawn >> 16).long()
+    return position.round_().int().add_(drawn).bitwise_right_shift_(16).to(torch.int16)
 
 
-def sample_weights(frame: CodeLayout, device: torch.device) -> Tensor:
-    """Return for how many values each one counts in the histogram that the first step comes from,
-    int64 [numel]."""
+def _histogram(keys: Tensor, frame: CodeLayout) -> Tensor:
+    """Count the keys that the first step comes from, int64 [1, 2, KEYS], as of one table."""
     if not frame.is_sampled:
-        return torch.ones(frame.numel, dtype=torch.int64, device=device)
-    runs = torch.arange(frame.numel, dtype=torch.int64, device=device) // SAMPLED_RUN
-    return SAMPLED * ((runs * SAMPLING & 0xFFFFFFFF) < 2**32 // SAMPLED).long()
+        return count(keys, 2 * KEYS).view(1, 2, KEYS)
+    runs = torch.arange(-(-frame.numel // SAMPLED_RUN), dtype=torch.int64, device=keys.device)
+    is_sampled = (runs * SAMPLING & 0xFFFFFFFF) < 2**32 // SAMPLED
+    is_sampled = is_sampled.unsqueeze(1).expand(-1, SAMPLED_RUN).reshape(-1)[: frame.numel]
+    counts = count(torch.where(is_sampled, keys, 2 * KEYS), 2 * KEYS + 1)
+    return SAMPLED * counts[:-1].view(1, 2, KEYS)
 
 
-def _count(q: Tensor, table: Tensor, count: int) -> Tensor:
-    """Count how many values of each table reach each q: `from_q` of `plan`, int64 [count, 2, 128]."""
-    place = (2 * table + (q < 0)) * (_MOST + 1) + q.abs().clamp(max=_MOST)
-    counted = torch.zeros(count * 2 * (_MOST + 1), dtype=torch.int64, device=q.device)
-    counted = counted.index_add_(0, place, torch.ones_like(place)).view(count, 2, _MOST + 1)
-    return summed_from(counted)[:, :, 1:-1]
+def _places(q: Tensor, classes: Tensor | None) -> Tensor:
+    """Return the place of each q among those of all classes and signs, int32 [numel]."""
+    places = q.int().abs_().clamp_(max=_MOST).add_(q < 0, alpha=_MOST + 1)
+    return places if classes is None else places.add_(classes, alpha=2 * (_MOST + 1))
+
+
+def _count(q: Tensor, classes: Tensor | None, frame: CodeLayout) -> Tensor:
+    """Count how many values of each class and sign have |q| >= 0, 1, ... 129: int64 [classes, 2, 130]."""
+    counts = count(_places(q, classes), frame.classes * 2 * (_MOST + 1))
+    return summed_from(counts.view(frame.classes, 2, _MOST + 1))
 
 
 def _first_step(histogram: Tensor, frame: CodeLayout, finest_step: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ class Coded(NamedTuple):
     """int64 [blocks, lanes]: where the decoder starts."""
 
     words: Tensor
-    """int32 [blocks, steps, lanes]: what each value made its lane write, in the order of the decoder."""
+    """int16 [blocks, steps, lanes]: what each value made its lane write, in the order of the decoder."""
 
     written: Tensor
     """bool [blocks, steps, lanes]: whether the lane wrote a word at that step."""
@@ -24,17 +24,17 @@ def rans_encode(symbols: Tensor, frequencies: Tensor, frame: CodeLayout) -> Code
     """Encode symbols with interleaved rANS, in a loop over the steps of all lanes of all blocks.
 
     Args:
-        symbols: int64 [numel], those of table t from t * SYMBOLS on.
+        symbols: int16 [numel], those of table t from t * SYMBOLS on.
         frequencies: int64 [tables, SYMBOLS], which add up to TOTAL in each; none is 0 of a symbol that
             occurs.
     """
-    spread = _dealt(symbols, frame, fill=frequencies.numel())
+    spread = _dealt(symbols.long(), frame, fill=frequencies.numel())
     # behind the last value: a symbol that is certain changes nothing
     size = torch.nn.functional.pad(frequencies.flatten(), (0, 1), value=TOTAL)
     start = torch.nn.functional.pad((frequencies.cumsum(1) - frequencies).flatten(), (0, 1))
     size, start = size[spread], start[spread]
     state = torch.full_like(size[:, 0], START)
-    words, written = torch.empty_like(spread, dtype=torch.int32), torch.empty_like(spread, dtype=torch.bool)
+    words, written = torch.empty_like(spread, dtype=torch.int16), torch.empty_like(spread, dtype=torch.bool)
     for step in reversed(range(frame.steps)):
         f = size[:, step]
         full = (state >> 20) >= f  # the next state would not fit in 32 bits
@@ -59,7 +59,7 @@ def rans_decode(
         words: int32 [any], each below 2^16.
         places: int64 [blocks]: where the first word of each block is.
         frequencies: int64 [tables, SYMBOLS], at least 0, which add up to TOTAL in each.
-        classes: int64 [numel]: the class of each value; None if there is one.
+        classes: int32 [numel]: the class of each value; None if there is one.
 
     Returns:
         Symbols as of `rans_encode`, int16 [numel]; the place after the last word that each block read, int64
@@ -71,7 +71,7 @@ def rans_decode(
     symbols = torch.empty(exists.shape, dtype=torch.int16, device=device)
     state, place, last = states, places.unsqueeze(1), len(words) - 1
     if classes is None:
-        classes = torch.zeros(frame.numel, dtype=torch.int64, device=device)
+        classes = torch.zeros(frame.numel, dtype=torch.int32, device=device)
     tables = _dealt(classes, frame, fill=0)
     for step in range(frame.steps):
         there, slot = exists[:, step], (state & (TOTAL - 1)) + TOTAL * tables[:, step]

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from ds_compress.kernels.entropy.code_plan import (
-    CodePlan,
     at,
+    count,
     exponent_of,
     first_keys,
-    histogram_of,
     keys_of,
     search,
     shift_of,
+    symbols_of,
 )
-from ds_compress.kernels.entropy.dithered import decode_dithered, encode_dithered, sample_weights
+from ds_compress.kernels.entropy.dithered import decode_dithered, encode_dithered
 from ds_compress.kernels.entropy.format import (
     HIGHEST,
     KEY_SHIFT,
@@ -52,8 +52,7 @@ class EntropyCoding:
         if dither is None:
             words = _encode_nearest(self._coder, bits, exponent, frame)
         else:
-            weights = sample_weights(frame, x.device)
-            words = encode_dithered(self._coder, bits, exponent, frame, dither, weights)
+            words = encode_dithered(self._coder, bits, exponent, frame, dither)
         overflow = torch.zeros_like(words)
         overflow[frame.head].fill_(NOT_FINITE)  # `overflow[...] = ` makes the host wait for the device
         return torch.where(exponent == NOT_FINITE, overflow, words)
@@ -74,12 +73,9 @@ class EntropyCoding:
         if dither is None:
             read = read_words(self._coder, words, frame)
             key = read.escapes & 0x7FFF
-            valid = read.valid & ((key < KEYS) & (key > 0) | ~read.escaped).all()
-            value = torch.where(
-                read.escaped,
-                _middle(key, read.escapes >> 15),
-                _values(read.q, read.step, read.shift).flatten()[read.numbers],
-            )
+            valid = read.valid & ((key < KEYS) & (key > 0)).all()
+            middle = _middle(key, read.escapes >> 15)
+            value = read.find(_values(read.q, read.step, read.shift), middle)
         else:
             read, value, valid = decode_dithered(self._coder, words, frame, dither)
         finite = read.exponent != NOT_FINITE
@@ -104,28 +100,20 @@ class EntropyCoding:
 
 def _encode_nearest(coder: Coder, bits: Tensor, exponent: Tensor, frame: CodeLayout) -> Tensor:
     keys = keys_of(bits, exponent)
-    histogram = histogram_of(keys, torch.ones_like(keys))
-    escapes = keys % KEYS + (keys // KEYS << 15)
+    histogram = count(keys, 2 * KEYS).view(1, 2, KEYS)
+    key = torch.arange(2 * KEYS, dtype=torch.int64, device=bits.device)
+    escapes = (key % KEYS + (key // KEYS << 15)).to(torch.int16).index_select(0, keys)
 
     def write(worst_case: bool) -> tuple[Tensor, Tensor]:
         chosen = search(histogram, frame, worst_case)
-        symbols, shift = _symbol_of(chosen)[keys], shift_of(histogram, chosen)
+        q = torch.searchsorted(first_keys(chosen.step, tables(bits.device)), key[:KEYS], right=True)
+        symbols, shift = symbols_of(chosen, q).flatten().index_select(0, keys), shift_of(histogram, chosen)
         return write_words(coder, chosen, symbols, escapes, exponent, shift, frame)
 
     words, fits = write(worst_case=False)
     if not (bits.device.type == "cpu" and fits):  # the host of a GPU does not ask
         words = torch.where(fits, words, write(worst_case=True)[0])
     return words
-
-
-def _symbol_of(chosen: CodePlan) -> Tensor:
-    """Return the symbol of each key, of positive and of negative values, int64 [2 * KEYS]."""
-    above, below = chosen.reach[0]
-    keys = torch.arange(KEYS, dtype=torch.int64, device=above.device)
-    q = torch.searchsorted(first_keys(chosen.step, tables(above.device)), keys, right=True)
-    positive = torch.where(q <= above, below + q, above + below + 1)
-    negative = torch.where(q <= below, below - q, above + below + 1)
-    return torch.cat([positive, negative])
 
 
 def _middle(key: Tensor, negative: Tensor) -> Tensor:

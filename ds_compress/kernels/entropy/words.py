@@ -33,8 +33,8 @@ def write_words(
     """Return the words of a code, int16 [frame.words], and whether they fit.
 
     Args:
-        symbols: int64 [numel], those of table t from t * SYMBOLS on.
-        escapes: int64 [numel]: the word of each value, of which those that are beyond travel.
+        symbols: int16 [numel], those of table t from t * SYMBOLS on.
+        escapes: int16 [numel]: the word of each value, of which those that are beyond travel.
         exponent: as in the head.
         shift: int64 [tables].
     """
@@ -58,14 +58,19 @@ def write_words(
     place = ends - beyond + _place(symbol, below)
     place = torch.where((symbol == below) | (symbol > beyond), frame.words, place)
     _put(words, place.flatten(), frequencies.flatten())
-    order = coded.written.flatten().cumsum(0) - 1
-    place = torch.where(coded.written.flatten(), ends[-1, 0] + order, frame.words)
-    _put(words, place, coded.words.flatten())
-    escaped = (symbol == beyond).flatten()[symbols]
-    place = torch.where(escaped, frame.words - escaped.cumsum(0), frame.words)
-    _put(words, place, escapes)
+    words = words[:-1].to(torch.int16)
+    place = torch.arange(frame.words, dtype=torch.int32, device=symbols.device)
+    escaped = (symbol == beyond).flatten().index_select(0, symbols.int())
+    for number, is_sent, each in (
+        (place - ends[-1, 0].int() + 1, coded.written, coded.words),
+        (frame.words - place, escaped, escapes),
+    ):
+        sent = is_sent.flatten().cumsum(0, dtype=torch.int32)
+        source = torch.searchsorted(sent, number, out_int32=True).clamp_(max=len(sent) - 1)
+        has_one = (number > 0) & (number <= sent[-1])
+        words = torch.where(has_one, each.flatten().index_select(0, source), words)
     fits = ends[-1, 0] + chosen.escapes.sum() + sizes.sum() <= frame.words
-    return words[:-1].to(torch.int16), fits
+    return words, fits
 
 
 class Symbols(NamedTuple):
@@ -89,11 +94,19 @@ class Symbols(NamedTuple):
     escaped: Tensor
     """bool [numel]: whether the value is sent as an escape word."""
 
+    places: Tensor
+    """int32 [numel]: the place of the escape word of each escaped value."""
+
     escapes: Tensor
-    """int32 [numel]: the escape word of each escaped value."""
+    """int32 [frame.words]: the escape words where they are; elsewhere 1, which may be one."""
 
     valid: Tensor
     """bool: whether an encoder can have produced these words."""
+
+    def find(self, by_symbol: Tensor, by_escape: Tensor) -> Tensor:
+        """Return what each value stands for, [numel], by its symbol or by its escape word."""
+        escapes = by_escape.index_select(0, self.places)
+        return torch.where(self.escaped, escapes, by_symbol.flatten().index_select(0, self.numbers))
 
 
 def read_words(coder: Coder, words: Tensor, frame: CodeLayout, classes: Tensor | None = None) -> Symbols:
@@ -101,7 +114,7 @@ def read_words(coder: Coder, words: Tensor, frame: CodeLayout, classes: Tensor |
 
     Args:
         words: int16 [frame.words].
-        classes: int64 [numel], below frame.classes: the class of each value; None if there is one.
+        classes: int32 [numel], below frame.classes: the class of each value; None if there is one.
     """
     head = words[frame.head : frame.tables].long()
     exponent, step, reaches = head[0], head[1], head[HEAD:].view(-1, REACHES)
@@ -134,11 +147,13 @@ def read_words(coder: Coder, words: Tensor, frame: CodeLayout, classes: Tensor |
     valid &= (left == places + sizes).all() & (states == START).all()
 
     numbers = symbols.int()
-    escaped = (symbol == beyond).flatten()[numbers]
-    rank = escaped.cumsum(0)
-    valid &= rank[-1] <= room - ends[-1]
-    escapes = unsigned[(frame.words - rank).clamp_(0, frame.words - 1)]
-    return Symbols(exponent, step, shift, symbol - below, numbers, escaped, escapes, valid)
+    escaped = (symbol == beyond).flatten().index_select(0, numbers)
+    places = frame.words - escaped.cumsum(0, dtype=torch.int32)
+    valid &= places[-1] >= first + ends[-1]
+    place = torch.arange(frame.words, dtype=torch.int32, device=words.device)
+    escapes = torch.where(place >= places[-1], unsigned, 1)
+    places = places.clamp_(0, frame.words - 1)
+    return Symbols(exponent, step, shift, symbol - below, numbers, escaped, places, escapes, valid)
 
 
 def _put(words: Tensor, places: Tensor, numbers: Tensor) -> None:
