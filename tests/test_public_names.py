@@ -112,6 +112,7 @@ def test_order_of_imports_does_not_matter(imports):
     assert f"wrapped {WRAPPED}" in done.stdout and done.returncode == 0, done.stderr
 
 
+@pytest.mark.extended
 def test_without_autoload_nothing_is_hooked_until_the_import():
     code = f"import sys, torch, deepspeed; print({STATE}); import ds_compress; print({STATE})"
     done = run_python("-c", code, env={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "DS_ACCELERATOR": "cpu"})

@@ -207,6 +207,7 @@ def test_nothing_is_kept_of_tensors_that_are_sent_uncompressed():
 
 
 @pytest.mark.parametrize("forward", ["none", {"name": "quantize", "bits": 8}])
+@pytest.mark.extended(keep=1)
 def test_a_pipeline_and_simulate_decode_the_same(forward, monkeypatch):
     monkeypatch.setattr(entropy, "ALONG", 1.0)  # for rows of 32 values
     block = {"forward": {"codec": forward}, "backward": {"codec": {**DITHER, "bits": 2.5}}, "min_numel": 0}

@@ -204,6 +204,7 @@ def test_a_broken_promise_is_named(broken, line):
 
 
 @pytest.mark.parametrize("honest", [Honest, Remembering], ids=lambda cls: cls.__name__)
+@pytest.mark.extended(keep=1)
 def test_kept_promises_pass(honest):
     register("honest")(honest)
     check_codec("honest")

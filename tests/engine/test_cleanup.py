@@ -170,7 +170,7 @@ LONG_RUN = pytest.param(3000, 300, marks=[pytest.mark.slow, pytest.mark.timeout(
 
 @pytest.mark.parametrize("name", SOAKED)
 @pytest.mark.parametrize("steps, settled", [(120, 60), LONG_RUN])
-@pytest.mark.extended(keep=1)
+@pytest.mark.extended
 def test_a_run_is_steady(name, steps, settled):
     ranks = run_ranks(3, soak, SOAKED[name], steps, settled, timeout=7200)
     for (before, files_before), (after, files_after) in ranks:

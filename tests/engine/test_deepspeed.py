@@ -66,6 +66,7 @@ def own_names(tree):
             yield node.attr
 
 
+@pytest.mark.extended
 def test_private_names_of_deepspeed_stand_in_one_file():
     """They stood in eight files: nobody could say what a release of DeepSpeed has to keep."""
     theirs = private_names(*itertools.chain.from_iterable(OWNERS.values()))

@@ -230,6 +230,7 @@ def test_copies_on_two_ranks_exchange_their_gradients():
     assert ours[0][0] == pytest.approx(stock[0][0], rel=0.02)
 
 
+@pytest.mark.extended
 def test_tied_weights_are_on_one_rank_and_sent_nowhere():
     """The first and the last stage are on rank 0, which has one copy."""
     tied = {"tied": {"codec": {"name": "quantize", "bits": 2}}}

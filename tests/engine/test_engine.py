@@ -86,6 +86,7 @@ def losses_after_evaluation(block, mode):
 
 
 @pytest.mark.parametrize("link", LINKS)
+@pytest.mark.extended(keep=1)
 def test_training_goes_on_after_an_evaluation_in_inference_mode(link):
     """Training sends the packets of an evaluation again, and raised that it cannot write to them."""
     block = alike({"name": "quantize", "bits": 4}, min_numel=0, link={"mode": link})
@@ -311,6 +312,7 @@ def evaluated_on_dictionaries(block):
     return engine.eval_batch(data).item(), engine.train_batch(data).item()
 
 
+@pytest.mark.extended
 def test_both_losses_of_batches_that_batch_fn_empties():
     """`batch_fn` got each batch twice, and failed where it takes out of a dictionary what it returns.
 

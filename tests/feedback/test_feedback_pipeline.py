@@ -68,6 +68,7 @@ def assert_sides_equal(ranks, count):
         pytest.param(2, 2, "blocking", 200, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.extended(keep=1)
 def test_ef21_sides_are_equal_after_many_steps(stages, replicas, link, steps):
     config = ds_config(alike(TOPK, "ef21", min_numel=0, link={"mode": link}), replicas=replicas)
     ranks = run_ranks(stages * replicas, train, stages, config, steps)

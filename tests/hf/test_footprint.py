@@ -59,7 +59,7 @@ CASES |= {"torchao": LORA, "torchao, 4 bits": LORA, "all parameters": {}}
 CASES |= {f"{case}, recomputed": CASES[case] | RECOMPUTED for case in ("lora", "int8")}
 
 
-@pytest.mark.extended(keep=1)
+@pytest.mark.extended
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("shape", [SHAPE, SHAPE | LARGER], ids=["small", "larger"])

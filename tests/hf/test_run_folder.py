@@ -244,6 +244,7 @@ def train_without_a_folder(path):
 
 
 @pytest.mark.parametrize("block", [BLOCK, None], ids=["compressed", "DeepSpeed alone"])
+@pytest.mark.extended(keep=1)
 def test_a_checkpoint_without_a_folder_is_said_on_every_rank(tmp_path, block):
     """A full disk may have no place for a folder, either; that rank ended alone, with a traceback."""
     config = {**DS_CONFIG, "ds_compress": block} if block else DS_CONFIG
@@ -260,6 +261,7 @@ def train_without_scripts(path):
     return refusal(FinetuneRun(read_settings(path)).train)
 
 
+@pytest.mark.extended
 def test_a_script_of_deepspeed_for_which_there_is_no_space_is_said_on_every_rank(tmp_path):
     """With ZeRO, DeepSpeed copies two scripts beside the checkpoint: rank 0 ended with a traceback."""
     config = {**DS_CONFIG, "zero_optimization": {"stage": 1}, "ds_compress": BLOCK}
@@ -305,6 +307,7 @@ def saved(path):
 
 
 @pytest.mark.parametrize(("block", "zero"), [(None, 0), (BLOCK, 1)], ids=["uncompressed", "zero-1"])
+@pytest.mark.extended(keep=1)
 def test_the_last_file_of_the_slowest_rank_is_written_before_it(tmp_path, block, zero):
     config = {**DS_CONFIG, "zero_optimization": {"stage": zero}} | ({"ds_compress": block} if block else {})
     for early in run_ranks(2, saved, prepare(tmp_path, steps=1, ds_config=config)):

@@ -144,6 +144,7 @@ def trained(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("number", range(len(MERGED)), ids=MERGED)
+@pytest.mark.extended(keep=1)
 def test_a_merged_model_computes_what_the_pipeline_did(trained, number, tmp_path):
     folders, runs, after = trained
     merge(runs / str(number), tmp_path / "merged")

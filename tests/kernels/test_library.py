@@ -211,6 +211,7 @@ def use(file, site):
     return json.loads(done.stdout), done.stderr.splitlines()
 
 
+@pytest.mark.extended
 def test_a_wheel_has_a_library_for_every_instruction_set(tree, tmp_path):
     """With a compiler that makes empty files: another one takes a minute."""
     compiler = tmp_path / "compiler"

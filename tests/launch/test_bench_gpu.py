@@ -65,6 +65,7 @@ def by_bits(messages, direction):
     return [{codec["bits"]: errors(sent, codec, direction) for codec in kind} for kind in kinds]
 
 
+@pytest.mark.extended
 def test_a_rotation_pays_for_gradients_of_a_transformer():
     rotated, plain = by_bits(messages.transformer(), "backward")
     for bits in (2, 3):

@@ -269,6 +269,7 @@ def train_each(folder, blocks, before_step=keep, **options):
 
 
 @pytest.mark.parametrize("kind", [name for name in ("tensor", "dualpipev") if name in KINDS])
+@pytest.mark.extended(keep=1)
 def test_the_batch_size_may_change(kind, tmp_path):
     """The number of micro-batches was kept from the start: the first logged step after a change failed."""
     blocks = {mode: {"link": {"mode": mode}, "monitor": {"every": every}} for mode, every in WRITTEN.items()}

@@ -21,6 +21,7 @@ def uniform(stages, micro_batches, forward=1.0, backward=2.0, per_step=0.0):
 
 @pytest.mark.parametrize("eager, depth", [(False, 1), (True, 1), (True, 2), (True, 5)])
 @pytest.mark.parametrize("stages, micro_batches", [(1, 1), (2, 1), (4, 8), (6, 5), (64, 128)])
+@pytest.mark.extended(keep=6)
 def test_free_links_leave_the_bubble_of_1f1b(stages, micro_batches, eager, depth):
     workload = uniform(stages, micro_batches, per_step=0.5)
     prediction = predict(workload, TransferPlan(FREE, FREE, eager, depth), LinkSpeed())
