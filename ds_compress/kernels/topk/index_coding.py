@@ -35,7 +35,7 @@ class Bitmask:
 
 
 class Int32:
-    """Each index as it is, in four bytes."""
+    """Each index as it is, in four bytes without a sign."""
 
     @staticmethod
     def layout(numel: int, count: int) -> Layout:
@@ -48,7 +48,7 @@ class Int32:
 
     @staticmethod
     def decode(parts: Parts, numel: int, count: int) -> Selection:
-        return Selection.at(parts[0].long(), numel)
+        return Selection.at(parts[0].long() & 0xFFFFFFFF, numel)
 
 
 class Int16:

@@ -46,6 +46,12 @@ def test_decode_returns_what_encode_was_given_whatever_the_backend(target, name,
         assert all(map(torch.equal, parts, coded(name, *subset)))
 
 
+@pytest.mark.parametrize("name", ["int16", "int32"])
+def test_entries_from_2_31_on_arrive(name):
+    """A message of 4 GiB in bf16 has them; in int32 they came back negative."""
+    coded(name, torch.tensor([5, 2**31 - 1, 2**31, 2**31 + 77]), 2**31 + 78)
+
+
 def test_the_bitmask_is_little_endian():
     (packed,) = coding.Bitmask.encode(Selection.at(torch.tensor([0, 3, 9]), 11))
     assert packed.tolist() == [0b00001001, 0b00000010]
