@@ -170,10 +170,10 @@ def plan(step: Tensor, from_q: Tensor, n: Tensor, constants: FormatTables, worst
     return CodePlan(step, reach, frequencies, beyond, escapes, words)
 
 
-def shift_of(histogram: Tensor, chosen: CodePlan) -> Tensor:
+def shift_of(histogram: Tensor, chosen: CodePlan, frame: CodeLayout) -> Tensor:
     """Return by how much magnitudes are smaller than their |q| steps on average, int64 [tables], in units
     of 2^-SHIFT_BITS steps."""
-    constants = tables(histogram.device)
+    constants = tables(histogram.device, frame.unit_shift)
     counts, sums = summed_from(histogram), summed_from(histogram * constants.weight)
     step, first = at(constants.units, chosen.step), first_keys(chosen.step, constants)
     beyond = first[chosen.reach].unsqueeze(2)  # [tables, 2, 1]: the first key that is

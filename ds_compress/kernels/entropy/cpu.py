@@ -13,6 +13,7 @@ from ds_compress.kernels.entropy.format import (
     CLASSES,
     FINER,
     KEYS,
+    LARGEST_NUMEL,
     LEVELS,
     STEPS,
     TOTAL,
@@ -31,7 +32,7 @@ _SUMS = 2 * (KEYS + 1)
 _AT_ONCE = 2  # blocks that are coded together
 
 _FRAME: dict[str, Any] = {
-    "numel": range(1, 1 << 32),
+    "numel": range(1, LARGEST_NUMEL + 1),
     "size": SIZE,
     "lanes": range(1, 33),
     "length": SIZE,
@@ -53,6 +54,7 @@ _encode = Function(
     spare=SIZE,
     first=Buffer((torch.int32,), (FINER, LEVELS[-1] + 1)),
     units=Buffer((torch.int64,), (STEPS,)),
+    weight=Buffer((torch.int64,), (KEYS,)),
     cost=Buffer((torch.int32,), (TOTAL + 1,)),
     quarter=Buffer((torch.int32,), (FINER, 4 * (LEVELS[-1] + 1) + 1)),
     inverse=Buffer((torch.float32,), (STEPS,)),
@@ -77,20 +79,21 @@ _decode = Function(
 
 
 _OF_FRAME = ("numel", "lanes", "length", "blocks", "classes", "dithered")
+_OF_FORMAT = ("first", "units", "weight", "cost", "quarter", "inverse")
 
 
 class EntropyPlan:
     """Calls for messages of one frame, fp32 or bf16, in `rows` that are shifted, or 0."""
 
     def __init__(self, frame: CodeLayout, dtype: torch.dtype, rows: int):
-        constants = tables(torch.device("cpu"))
+        constants = tables(torch.device("cpu"), frame.unit_shift)
         known: dict[str, Any] = {name: getattr(frame, name) for name in _OF_FRAME}
         known |= {"bf16": dtype == torch.bfloat16, "size": frame.words, "rows": rows}
         self.encode = _encode.bind(
             **known,
             is_sampled=frame.is_sampled,
             spare=spare_words(frame),
-            **{name: getattr(constants, name) for name in ("first", "units", "cost", "quarter", "inverse")},
+            **{name: getattr(constants, name) for name in _OF_FORMAT},
         )
         self.decode = _decode.bind(**known, steps=constants.step)
 

@@ -264,7 +264,7 @@ void encode_dithered(const ShiftedRows<In>& x, uint32_t exponent, const EncodeAr
     for (int side = 0; side < 2; ++side) {
         sums[side][KEYS] = 0;
         for (int64_t key = KEYS - 1; key >= 0; --key)
-            sums[side][key] = sums[side][key + 1] + weight_of(key) * histogram[side][key];
+            sums[side][key] = sums[side][key + 1] + args.tables.weight[key] * histogram[side][key];
     }
     const int64_t end = FINEST - FINER * static_cast<int64_t>(wanted - raised) + 1;
     const int64_t first = finest(COARSEST, end, frame.room() - args.spare, [&](int64_t step) {

@@ -168,7 +168,7 @@ def _first_step(histogram: Tensor, frame: CodeLayout, finest_step: Tensor) -> Te
     Args:
         histogram: see `search`.
     """
-    constants = tables(histogram.device)
+    constants = tables(histogram.device, frame.unit_shift)
     counts, sums = summed_from(histogram), summed_from(histogram * constants.weight)
     quarters = torch.arange(CLASSES * _MOST + 1, dtype=torch.int64, device=histogram.device)
     n = (counts[:, :, 0].sum(1) // frame.classes).expand(frame.classes)

@@ -91,9 +91,6 @@ int64_t finest(int64_t low, int64_t high, int64_t room, const F& words_of) {
     return low;
 }
 
-// The middle of a key, in units of 2^-32.
-inline int64_t weight_of(int64_t key) { return (2 * PER_OCTAVE + 1 + 2 * (key % PER_OCTAVE)) << (key / PER_OCTAVE); }
-
 // What the magnitudes lie below their q on average, in units of 2^-SHIFT_BITS steps.
 inline int64_t shift_of(const Histogram& histogram, const Counts& counts, const Plan& plan,
                         const Tables& tables) {
@@ -104,7 +101,7 @@ inline int64_t shift_of(const Histogram& histogram, const Counts& counts, const 
         for (int64_t i = 0; i < reach; ++i) steps += counts[side][plan.first[i]] - beyond;
         count += counts[side][plan.first[0]] - beyond;
         for (int64_t key = plan.first[0]; key < plan.first[reach]; ++key)
-            weights += weight_of(key) * int64_t(histogram[side][key]);
+            weights += tables.weight[key] * int64_t(histogram[side][key]);
     }
     int64_t unit = (count * step) >> SHIFT_BITS;
     if (unit < 1) unit = 1;

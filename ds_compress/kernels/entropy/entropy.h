@@ -20,6 +20,7 @@ constexpr int64_t NOT_FINITE = 255, HEAD = 2, REACHES = 2, CLASSES = 4, CLASS_BI
 struct Tables {
     const int32_t* first;    // [FINER, REACH + 1]
     const int64_t* units;    // [STEPS]
+    const int64_t* weight;   // [KEYS]
     const int32_t* cost;     // [TOTAL + 1]
     const int32_t* quarter;  // [FINER, QUARTERS + 1]
     const float* inverse;    // [STEPS]

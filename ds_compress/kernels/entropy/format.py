@@ -63,8 +63,12 @@ LEVELS = (0, 1, 3, 7, 15, 31, 63, 127)
 SYMBOLS = 2 * LEVELS[-1] + 2
 """At most."""
 
-LARGEST_NUMEL = 1 << 28
-"""Values whose sums, in units of 2^-32 of the largest exponent, fit in 64 bits."""
+LARGEST_NUMEL = 1 << 30
+"""Values whose counts and places, those of a sample and of whole blocks, too, fit in 32 bits."""
+
+EXACT_BITS = 28
+"""Sums of up to 2^EXACT_BITS values, in units of 2^-32 of the largest exponent, fit in 64 bits; those of more
+values have units that are a power of two coarser."""
 
 SCALE_BITS = 12
 TOTAL = 1 << SCALE_BITS
@@ -147,6 +151,11 @@ class CodeLayout:
         return CLASSES if self.dithered and self.words >= CLASSES * _TABLE else 1
 
     @property
+    def unit_shift(self) -> int:
+        """By how many bits the units of sums are coarser than 2^-32."""
+        return max(0, (self.numel - 1).bit_length() - EXACT_BITS)
+
+    @property
     def is_sampled(self) -> bool:
         return self.dithered and self.numel >= SAMPLED_NUMEL
 
@@ -194,13 +203,13 @@ class FormatTables:
     """fp32 [STEPS]: step j."""
 
     units: Tensor
-    """int64 [STEPS]: the same in units of 2^-32, rounded down."""
+    """int64 [STEPS]: the same in the units of sums, rounded down."""
 
     cost: Tensor
     """int32 [TOTAL + 1]: what a symbol of each frequency costs, in 2^-COST_BITS bits, rounded up."""
 
     weight: Tensor
-    """int64 [KEYS]: the middle of each key, in units of 2^-32."""
+    """int64 [KEYS]: the middle of each key, in the units of sums."""
 
     levels: Tensor
     """int64: LEVELS."""
@@ -213,8 +222,12 @@ class FormatTables:
 
 
 @lru_cache
-def tables(device: torch.device) -> FormatTables:
-    """Make them from integers alone: libraries of different machines round differently."""
+def tables(device: torch.device, unit_shift: int = 0) -> FormatTables:
+    """Make them from integers alone: libraries of different machines round differently.
+
+    Args:
+        unit_shift: see `CodeLayout.unit_shift`.
+    """
     ratios = [_root_of_two(FINER - b) for b in range(FINER)]  # 2^(1 - b / FINER) * 2^64, [b]
     first = [[_key((q << 4) - _DEAD, ratio) for q in range(1, 129)] for ratio in ratios]
     quarter = [[0, *(_key(m << 2, ratio) for m in range(1, 513))] for ratio in ratios]
@@ -228,9 +241,9 @@ def tables(device: torch.device) -> FormatTables:
     constants = (
         torch.tensor(first, dtype=torch.int32, device="cpu"),
         step,
-        (step.double() * 2.0**32).long(),
+        (step.double() * 2.0**32).long() >> unit_shift,
         torch.tensor([_cost(f) for f in range(TOTAL + 1)], dtype=torch.int32, device="cpu"),
-        (2 * PER_OCTAVE + 1 + 2 * (keys % PER_OCTAVE)) << (keys // PER_OCTAVE),
+        (2 * PER_OCTAVE + 1 + 2 * (keys % PER_OCTAVE)) << (keys // PER_OCTAVE) >> unit_shift,
         torch.tensor(LEVELS, dtype=torch.int64, device="cpu"),
         torch.tensor(quarter, dtype=torch.int32, device="cpu"),
         (2.0**15 / step.double()).float().index_fill_(0, octaves[:1], 0.0),

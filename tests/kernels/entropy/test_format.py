@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_compress.kernels.backends import cpu, reference
-from ds_compress.kernels.entropy.format import CodeLayout, frame_of
+from ds_compress.kernels.entropy.format import LARGEST_NUMEL, CodeLayout, frame_of, tables
 from tests.support.codecs import assert_same_bits
 from tests.support.kernels import EACH_TARGET, compiled_for, remembered
 
@@ -109,6 +109,26 @@ def test_cpp_equals_the_reference(target, dither, dtype, monkeypatch):
                 assert_same_bits(ours, theirs)
                 assert damage or ours[1]
     frame_of.cache_clear()
+
+
+class LargestFrame(CodeLayout):
+    """Of a short message, whose sums have the units of the longest one."""
+
+    unit_shift = CodeLayout(LARGEST_NUMEL, 0).unit_shift
+
+
+@pytest.mark.parametrize("dither", [None, 99])
+def test_a_message_of_more_than_2_28_values_fits(dither):
+    """65,536 tokens of width 8,192 were refused: sums in units of 2^-32 would not fit in 64 bits."""
+    for numel in (1, 2**28, 2**28 + 1, 2**29 + 7, LARGEST_NUMEL):
+        constants = tables(torch.device("cpu"), CodeLayout(numel, 0).unit_shift)
+        assert numel * max(constants.weight[-1].item(), constants.units[0].item()) < 2**63
+        assert numel > 2**28 or torch.equal(constants.weight, tables(torch.device("cpu")).weight)
+    x, frame = uneven(30_000, 0, spread=3), frame_of(30_000, 3, dither is not None)
+    coarse = LargestFrame(frame.numel, frame.words, frame.dithered)
+    code, exact = (cpu.encode_entropy(x, each, dither) for each in (coarse, frame))
+    assert torch.equal(code, reference.encode_entropy(x, coarse, dither))
+    assert (code[frame.head + 1] - exact[frame.head + 1]).abs() <= 1  # the step, a 64th of an octave
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "dither"])
