@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, Layout, MessageId, TensorSpec, fill
+from ds_compress.codec import Codec, Context, Layout, MessageId, TensorSpec, check_accepted, fill
 from ds_compress.errors import errors_at
 from ds_compress.feedback.state import residuals
 from ds_compress.kernels.backends import kernels
@@ -136,9 +136,14 @@ class SliceCodec:
         self._layouts: dict[tuple[TensorSpec, RowSpan | None], PacketLayout] = {}
 
     def layout(self, own: Slice) -> PacketLayout:
-        """Return the layout of the packet of the slice `own`: the codec's payload, then the bits of rows."""
+        """Return the layout of the packet of the slice `own`: the codec's payload, then the bits of rows.
+
+        Raises:
+            CompressionError: the codec refuses such a slice.
+        """
         spec, rows = own.spec, self._rows(own)
         if (spec, rows) not in self._layouts:
+            check_accepted(self.codec, spec, f"{self._content}, slice {own.number}")
             bits: Layout = () if rows is None else (((-(-rows.touched // 8),), torch.uint8),)
             identity = (spec.shape, spec.dtype, self.codec.settings)
             layout = PacketLayout(self.codec.layout(spec) + bits, identity, self._has_checksum)

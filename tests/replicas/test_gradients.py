@@ -325,6 +325,14 @@ def test_stages_draw_different_bits():
         assert abs(torch.cosine_similarity(one, other, dim=0)) < 0.1
 
 
+def test_a_slice_that_its_codec_refuses_is_not_sent(monkeypatch):
+    """Boundaries asked the codec, exchanges did not."""
+    monkeypatch.setattr("ds_compress.codecs.entropy.LARGEST_NUMEL", 1000)
+    codec = SliceCodec(build_replica_codec(ReplicasOptions(codec="entropy", feedback="ef"), ""), 0, False, 0)
+    refused = refusal(codec.layout, Slice(3, 0, TensorSpec((1024,), torch.float32)))
+    assert refused.startswith("gradients, slice 3: codec entropy") and refused.endswith("allowed: 1,000")
+
+
 def exchange_damaged(damage):
     """The error of an exchange in which the packets of replica 1 are damaged on their way."""
     exchange, _, size = exchange_of_all(10**6, codec="quantize")
