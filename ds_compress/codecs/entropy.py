@@ -222,7 +222,7 @@ class Entropy(Codec, FollowsForward):
 
     def refuses(self, spec: TensorSpec) -> str:
         if spec.numel > LARGEST_NUMEL:
-            return f"it has {spec.numel:,} values, allowed: {LARGEST_NUMEL:,}"
+            return f"it has {spec.numel:,} values, allowed: {LARGEST_NUMEL:,}; 'quantize' takes any number"
         return ""
 
 

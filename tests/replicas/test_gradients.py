@@ -330,7 +330,7 @@ def test_a_slice_that_its_codec_refuses_is_not_sent(monkeypatch):
     monkeypatch.setattr("ds_compress.codecs.entropy.LARGEST_NUMEL", 1000)
     codec = SliceCodec(build_replica_codec(ReplicasOptions(codec="entropy", feedback="ef"), ""), 0, False, 0)
     refused = refusal(codec.layout, Slice(3, 0, TensorSpec((1024,), torch.float32)))
-    assert refused.startswith("gradients, slice 3: codec entropy") and refused.endswith("allowed: 1,000")
+    assert refused.startswith("gradients, slice 3: codec entropy") and "allowed: 1,000; " in refused
 
 
 def exchange_damaged(damage):
