@@ -8,6 +8,7 @@ time, as on a CPU. Times are seconds, sizes bytes.
 from collections import defaultdict
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from ds_compress.config.policies import ChannelKey
@@ -153,7 +154,8 @@ class _Replay:
 
     def _stage(self, stage: int, ends: list[float]) -> Iterator[None]:
         now = 0.0
-        for action, direction in _instructions(stage, self.workload, self.plan.depth):
+        known = _instructions(self.workload.micro_batches, self.workload.stages, stage, self.plan.depth)
+        for action, direction in known:
             forward = direction == "forward"
             if action == "compute":
                 now += getattr(self.workload, direction)[stage]
@@ -221,8 +223,9 @@ class _Replay:
         self.events += 1
 
 
-def _instructions(stage: int, workload: Workload, depth: int) -> Iterator[tuple[str, str]]:
-    """Yield what a stage does in one step, in order: ("compute", "send" or "receive"; direction)."""
+@lru_cache(2048)  # of 64 stages at all depths; making them takes longer than the rest of a replay
+def _instructions(micro_batches: int, stages: int, stage: int, depth: int) -> tuple[tuple[str, str], ...]:
+    """Return what a stage does in one step, in order: ("compute", "send" or "receive"; direction)."""
     from deepspeed.runtime.pipe import schedule
 
     from ds_compress.planning.schedule import DepthSchedule
@@ -235,5 +238,5 @@ def _instructions(stage: int, workload: Workload, depth: int) -> Iterator[tuple[
         schedule.RecvActivation: ("receive", "forward"),
         schedule.RecvGrad: ("receive", "backward"),
     }
-    for commands in DepthSchedule(workload.micro_batches, workload.stages, stage, depth).steps():
-        yield from (actions[type(command)] for command in commands if type(command) in actions)
+    steps = DepthSchedule(micro_batches, stages, stage, depth).steps()
+    return tuple(actions[type(each)] for commands in steps for each in commands if type(each) in actions)
