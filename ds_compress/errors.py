@@ -1,6 +1,7 @@
 """The one exception class of the package, and how its messages are made."""
 
 import difflib
+import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -45,6 +46,13 @@ def shown(value: object) -> str:
 def shown_key(key: object) -> str:
     """Format `key` as a part of a JSON path: as it is where it is a plain word or number, else quoted."""
     return key if isinstance(key, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,40}", key) else shown(key)
+
+
+def shown_numbers(numbers: Iterable[int]) -> str:
+    """Format ascending `numbers`, of three or more in a row the first and the last: `0-14, 20, 21`."""
+    runs = itertools.groupby(enumerate(numbers), lambda each: each[1] - each[0])
+    rows = [[number for _, number in run] for _, run in runs]
+    return ", ".join(f"{row[0]}-{row[-1]}" if len(row) > 2 else ", ".join(map(str, row)) for row in rows)
 
 
 def differences(ours: Any, theirs: Any, path: str) -> Iterator[tuple[str, Any, Any]]:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -14,13 +15,14 @@ import torch
 from ds_compress.autoload import HOOK
 from ds_compress.cli import main
 from ds_compress.cli.doctor import machine
-from ds_compress.cli.doctor.cluster import merge_links
+from ds_compress.cli.doctor.cluster import Meeting, merge_links
 from ds_compress.cli.doctor.findings import findings
 from ds_compress.version import __version__
 from launch.ports import reserved_port
 from tests.support.interpreters import interpreter
 from tests.support.launch_scripts import ROOT
 from tests.support.network import ADDRESSES, WIRE, reason_for_none, two_hosts
+from tests.support.refusals import refusal
 
 VERSIONS = {"python": "3.11.7", "ds_compress": "1", "torch": "2", "deepspeed": "0.19.8", "transformers": "5"}
 LO = {"name": "lo", "addresses": ["127.0.0.1"], "mbit": 0, "mtu": 65536}
@@ -239,3 +241,14 @@ def test_hosts_that_would_not_find_each_other_are_told_what_to_set(monkeypatch):
     assert len(bad) == 3 and "no link was tried" in bad[-1]
     for line in bad[:2]:
         assert "would not be found: gloo takes lo" in line and f"set GLOO_SOCKET_IFNAME={WIRE}" in line
+
+
+def test_absent_ranks_are_waited_for_together(monkeypatch):
+    """One after another: a job of 16 of which rank 0 alone came waited 15 times as long as --timeout."""
+    with reserved_port() as port:
+        given = {"RANK": "0", "WORLD_SIZE": "64", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        meeting, began = Meeting(1.0), time.monotonic()
+        error = refusal(lambda: meeting.gather("facts", {}))
+        assert "of 64 ranks 1-63 did not answer within 1 s" in error and time.monotonic() - began < 20

@@ -13,7 +13,7 @@ import torch
 from torch import distributed as dist
 
 from ds_compress.cli.doctor.machine import LOOPBACK, Facts, facts
-from ds_compress.errors import CompressionError, failures_at
+from ds_compress.errors import CompressionError, failures_at, shown_numbers
 from ds_compress.transport.p2p import PeerTimeout
 from ds_compress.transport.probe import probe_neighbours
 
@@ -83,9 +83,10 @@ class Meeting:
             self.store.set(f"{what} {self.rank}", json.dumps(mine))
         if self.rank:
             return []
-        missing = [rank for rank in range(self.world) if not self._is_set(f"{what} {rank}", self.seconds)]
+        end = time.monotonic() + self.seconds  # for all: half an hour, if each of 16 were waited for
+        missing = [rank for rank in range(self.world) if not self._is_set(f"{what} {rank}", end)]
         if missing:
-            names = ", ".join(map(str, missing))
+            names = shown_numbers(missing)
             self.store.set("go on", "")
             time.sleep(1.0)  # the store ends with this process: give the others time to read the key
             raise CompressionError(
@@ -99,14 +100,13 @@ class Meeting:
         if self.rank == 0:
             self.store.set("go on", str(value))
             return value
-        answer = self._is_set("go on", (1 + self.world) * self.seconds) and self.store.get("go on")
+        answer = self._is_set("go on", time.monotonic() + 3 * self.seconds) and self.store.get("go on")
         if not answer:
             raise CompressionError(f"{self.name} got no answer from rank 0")
         return answer == b"True"
 
-    def _is_set(self, key: str, seconds: float) -> bool:
-        """Return whether `key` is set within `seconds`."""
-        end = time.monotonic() + seconds
+    def _is_set(self, key: str, end: float) -> bool:
+        """Return whether `key` is set before the time `end`."""
         with failures_at(f"{self.name} lost rank 0"):
             while not self.store.check([key]):
                 if time.monotonic() > end:

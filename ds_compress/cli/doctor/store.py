@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_compress.cli.doctor.findings import Finding
 from ds_compress.config import Config
-from ds_compress.errors import CompressionError, in_one_line, shown
+from ds_compress.errors import CompressionError, in_one_line, shown, shown_numbers
 from ds_compress.sites.board import CHUNK, survey
 from ds_compress.sites.rounds import BEAT_S
 from ds_compress.sites.store import connect, parse_address, shared_settings
@@ -89,11 +89,11 @@ def store_findings(found: dict[str, Any]) -> Iterator[Finding]:
         f"{name}: {found['rtt_ms']:.2f} ms round trip, {125 * found['up_gbps']:.3g} MB/s there, "
         f"{125 * found['down_gbps']:.3g} MB/s back",
     )
-    there = ", ".join(map(str, found["announced"]))
+    there = shown_numbers(sorted(found["announced"]))
     if not there:
         yield Finding("good", f"{name}: no replica is there yet")
     elif found["is_alive"]:
-        last = f", the last round counted {', '.join(map(str, found['members']))}" if found["members"] else ""
+        last = f", the last round counted {shown_numbers(sorted(found['members']))}" if found["members"] else ""
         yield Finding("good", f"{name}: replicas {there} meet in round {found['round']}{last}")
     else:
         said = f"{name}: replicas {there} were there, but gave no sign of life for {2 * BEAT_S:g} s"
