@@ -103,10 +103,9 @@ class CodecSettings:
         """Refuse settings for a boundary that a pipeline with `count` boundaries does not have."""
         for number in self.block.boundaries:
             if int(number) >= count:
-                allowed = (
-                    ", ".join(f'"{b}"' for b in range(count))
-                    or "none (a pipeline of one stage has no boundary)"
-                )
+                keys = [f'"{b}"' for b in range(count)]
+                several = f"{keys[0]} to {keys[-1]}" if count > 3 else ", ".join(keys)
+                allowed = several or "none (a pipeline of one stage has no boundary)"
                 raise CompressionError(
                     f"{KEY}.boundaries.{number}: there is no such boundary; allowed: {allowed}"
                 )

@@ -16,7 +16,7 @@ from ds_compress.codecs.lowrank import LowRank
 from ds_compress.codecs.mixins import layers
 from ds_compress.codecs.sparse import RandomK
 from ds_compress.config import Config
-from ds_compress.errors import CompressionError, differences
+from ds_compress.errors import CompressionError, differences, shown_numbers
 
 logger = logging.getLogger("ds_compress")
 
@@ -70,8 +70,7 @@ def _verdict(keys: Store, world_size: int, timeout: float) -> str:
         if "error" in answer:
             return f"{answer['error']} [rank {rank}]"
     if absent:
-        ranks = ", ".join(map(str, absent))
-        return f"ds_compress: rank {ranks} did not answer within {timeout:g} s{_ABSENT}"
+        return f"ds_compress: rank {shown_numbers(absent)} did not answer within {timeout:g} s{_ABSENT}"
     for rank, answer in answers.items():
         for path, ours, theirs in differences(answers[0]["settings"], answer["settings"], "ds_compress"):
             return f"{path}: rank 0 has {ours!r}, rank {rank} has {theirs!r}; use the same on all nodes"

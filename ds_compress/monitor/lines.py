@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from rich.filesize import decimal
 
 from ds_compress.config import Config
+from ds_compress.errors import shown_numbers
 from ds_compress.monitor.limits import Violation
 from ds_compress.monitor.metrics import Channels, ratio
 from ds_compress.version import __version__
@@ -36,7 +37,7 @@ def announcement(
             said = found
         numbers.setdefault(", ".join(parts), []).append(number)
     boundaries = [
-        f"boundar{'y' if len(own) == 1 else 'ies'} {', '.join(map(str, own))}: {said}"
+        f"boundar{'y' if len(own) == 1 else 'ies'} {shown_numbers(own)}: {said}"
         for said, own in numbers.items()
     ]
     warmup = f", after {config.warmup_steps} warm-up steps" if config.warmup_steps else ""

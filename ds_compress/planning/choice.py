@@ -8,6 +8,7 @@ then predicted by replaying the schedule, at the best depth.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -26,6 +27,9 @@ TIE = 0.02
 
 PRICES = (0.0, 1 / 64, 1 / 16, 1 / 4, 1.0, 4.0, 64.0)
 """Prices of a second of transfer, in seconds of codec."""
+
+MOST_RUNS = 4
+"""How many runs of boundaries, or settings, the name of a recipe lists."""
 
 BASELINE = "DeepSpeed"
 
@@ -157,8 +161,8 @@ def combine(
         mixture = tuple(_cheapest(own, network, price, limits) for own, network in zip(evaluations, networks))
         if None not in mixture:
             mixed.append(mixture)
-    found = {_name(chosen): chosen for chosen in (*everywhere, *mixed)}
-    return [build_recipe(name, chosen, link) for name, chosen in found.items()]
+    found = {tuple(own.candidate.name for own in chosen): chosen for chosen in (*everywhere, *mixed)}
+    return [build_recipe(_name(names), chosen, link) for names, chosen in found.items()]
 
 
 def _cheapest(
@@ -199,12 +203,17 @@ def _join(forward: Evaluation, backward: Evaluation) -> Evaluation:
     return Evaluation(Candidate(name, block, is_separable=True), forward.forward, backward.backward)
 
 
-def _name(chosen: Sequence[Evaluation]) -> str:
-    """Return `quantize 4`, or by boundary if they differ: `0-2: quantize 4; 3: none`."""
-    names = [own.candidate.name for own in chosen]
+def _name(names: Sequence[str]) -> str:
+    """Return `quantize 4`, or by boundary if they differ: `0-2: quantize 4; 3: none`; of many, how many have
+    each: `41 quantize 4, 22 none`."""
     if len(set(names)) == 1:
         return names[0]
-    runs = ((name, list(run)) for name, run in groupby(range(len(names)), key=names.__getitem__))
+    runs = [(name, list(run)) for name, run in groupby(range(len(names)), key=names.__getitem__)]
+    if len(runs) > MOST_RUNS:
+        counts = Counter(names).most_common(MOST_RUNS)
+        others = len(names) - sum(count for _, count in counts)
+        listed = [f"{count} {name}" for name, count in counts]
+        return ", ".join([*listed, f"{others} others"] if others else listed)
     return "; ".join(f"{'-'.join(map(str, dict.fromkeys((run[0], run[-1]))))}: {name}" for name, run in runs)
 
 

@@ -25,7 +25,7 @@ from torch import distributed as dist
 from torch.distributed import Work
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ds_compress.errors import CompressionError, in_one_line
+from ds_compress.errors import CompressionError, in_one_line, shown_numbers
 from ds_compress.transport.collectives import lowest
 from ds_compress.transport.rendezvous import Mailbox, Rendezvous
 
@@ -125,7 +125,7 @@ def _refuse(ranks: Sequence[int], error: Exception, seconds: float) -> NoReturn:
         raise error
     except RuntimeError:
         raise CompressionError(
-            f"link: ranks {', '.join(map(str, ranks))} could not connect (ds_compress.link.timeout_s: "
+            f"link: ranks {shown_numbers(ranks)} could not connect (ds_compress.link.timeout_s: "
             f"{seconds:g}): {in_one_line(error)}"
         ) from None
 

@@ -90,6 +90,8 @@ def test_boundaries_alike_are_named_once():
     none = "none 400 -> 200 bytes (2.00x)"
     others = f"boundaries 0, 2, 3: forward {none} [tensor 0 compressed], backward {none} [as forward]; "
     assert message.startswith(f"{others}boundary 1: forward bf16 400 -> 200")
+    many = announcement(config, channels(400, 200, 63), "eager", lambda place: "", {})
+    assert "per message: boundaries 0, 2-62: " in many
 
 
 def progress(numbers, *said, is_terminal=False, **options):

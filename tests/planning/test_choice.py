@@ -61,6 +61,18 @@ def ranked(settings, limits, networks, forward, **link):
     return choice.rank(workload, networks, [choice.uncompressed_recipe(raw, raw), *found])
 
 
+def test_a_mixture_over_many_boundaries_has_a_short_name(evaluations):
+    """In the table of `auto` names had 1,409 characters with 64 stages."""
+    settings, networks = evaluations["gaussian"], [LinkSpeed(1e6), LinkSpeed(1e12)]
+    for boundaries, most in ((2, 60), (63, 80)):
+        links = [networks[number % 2] for number in range(boundaries)]
+        found = combine([settings] * boundaries, links, LIMITS["safe"], eager=True)
+        assert len({json.dumps(own.block) for own in found}) == len(found) > len(settings)
+        assert max(len(own.name) for own in found) < most
+        mixed = [own.name for own in found[len(settings) :]]
+        assert all(name.startswith("0: " if boundaries == 2 else "32 ") for name in mixed if "none" in name)
+
+
 @pytest.mark.parametrize("quality", LIMITS)
 @pytest.mark.extended(keep=1)
 def test_no_pick_is_above_its_limits_or_slower_than_deepspeed(evaluations, quality):
