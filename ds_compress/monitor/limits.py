@@ -2,10 +2,11 @@
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ds_compress.config.block import GuardOptions
+from ds_compress.errors import shown_numbers
 
 LOST = "use more bits or a higher density, or another codec"
 GROWS = "error feedback cannot keep up; use a milder codec, or a decay of the feedback"
@@ -54,6 +55,11 @@ class MessageQuality(NamedTuple):
             return found._replace(error=error, lost_rows=lost)
         return found._replace(gradient_error=gradient)
 
+    @classmethod
+    def worst(cls, of_channels: Iterable["MessageQuality"]) -> "MessageQuality":
+        """Return the largest of each measurement that is known."""
+        return cls(*(max(values, key=finite) for values in zip(*of_channels)))
+
     def shares(self, guard: GuardOptions) -> dict[str, float]:
         """Return the errors as shares of their limits, by the name of the limit."""
         return {name: getattr(self, name) / getattr(guard, name) for name in ("error", "gradient_error")}
@@ -76,6 +82,13 @@ class MessageQuality(NamedTuple):
             words = f"nothing left of {share} of the tokens, whose gradients a norm then amplifies"
             violations.append(Violation("lost_rows", words, LOST))
         return violations
+
+
+def place_of(boundaries: Sequence[int], direction: str) -> str:
+    """Return the place of what `MessageQuality.worst` found in a direction of `boundaries`."""
+    if len(boundaries) == 1:
+        return f"boundary {boundaries[0]}, {direction}"
+    return f"boundaries {shown_numbers(boundaries)}, {direction}, at worst"
 
 
 def finite(value: float) -> float:

@@ -7,7 +7,7 @@ from rich.filesize import decimal
 
 from ds_compress.config import Config
 from ds_compress.errors import shown_numbers
-from ds_compress.monitor.limits import Violation
+from ds_compress.monitor.limits import Violation, place_of
 from ds_compress.monitor.metrics import Channels, ratio
 from ds_compress.version import __version__
 
@@ -58,12 +58,15 @@ def size_notes(config: Config, channels: Channels) -> list[str]:
     return list(filter(None, notes))
 
 
-def violation_note(config: Config, boundary: int, direction: str, violations: Sequence[Violation]) -> str:
-    """Return the warning about a channel that exceeds limits of the guard."""
-    codec = getattr(config.in_force.codecs(boundary), direction)
+def violation_note(
+    config: Config, boundaries: Sequence[int], direction: str, violations: Sequence[Violation]
+) -> str:
+    """Return the warning about a direction of boundaries with the same codec that exceeds limits of the
+    guard."""
+    codec = getattr(config.in_force.codecs(boundaries[0]), direction)
     found = ", ".join(each.words for each in violations)
     advice = dict.fromkeys(each.advice for each in violations)
-    return f"boundary {boundary}, {direction}: {codec} has {found}: {'; '.join(advice)}"
+    return f"{place_of(boundaries, direction)}: {codec} has {found}: {'; '.join(advice)}"
 
 
 def is_early(steps: int, every: int) -> bool:

@@ -244,13 +244,20 @@ class Monitor(RuntimePart):
         return meters
 
     def _warn(self) -> None:
-        """Log each value beyond the guard's limits, once per channel and limit."""
-        for place, judged in self.message_quality().items():
-            found = judged.violations(self.config.block.guard)
-            violations = [each for each in found if (*place, each.limit) not in self._warned]
-            if violations:
-                logger.warning(lines.violation_note(self.config, *place, violations))
-                self._warned.update((*place, each.limit) for each in violations)
+        """Log the worst values beyond the guard's limits: one line for all channels with the same direction,
+        codec and limits, once per channel and limit."""
+        guard, over = self.config.block.guard, dict[tuple[str, str, tuple[str, ...]], dict[int, Any]]()
+        for (number, direction), judged in self.message_quality().items():
+            found = (each.limit for each in judged.violations(guard))
+            limits = tuple(each for each in found if (number, direction, each) not in self._warned)
+            self._warned.update((number, direction, each) for each in limits)
+            if limits:
+                codec = str(getattr(self.config.in_force.codecs(number), direction))
+                over.setdefault((direction, codec, limits), {})[number] = judged
+        for (direction, _, limits), alike in over.items():
+            violations = MessageQuality.worst(alike.values()).violations(guard)
+            said = [each for each in violations if each.limit in limits]
+            logger.warning(lines.violation_note(self.config, [*alike], direction, said))
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

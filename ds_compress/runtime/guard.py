@@ -26,7 +26,7 @@ from ds_compress.config.policies import ChannelKey
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Mode
 from ds_compress.message.part import Engine, RuntimePart, Step
-from ds_compress.monitor.limits import LOSSLESS, MessageQuality
+from ds_compress.monitor.limits import LOSSLESS, MessageQuality, place_of
 from ds_compress.monitor.metrics import LOSS_COST
 from ds_compress.transport.collectives import lowest
 
@@ -189,14 +189,19 @@ class Guard(RuntimePart):
         self._worst = MessageQuality(*most.amax(0).tolist())
         if not self.acts:  # the monitor warns
             return
-        over = []
+        over = dict[tuple[str, tuple[str, ...]], dict[int, MessageQuality]]()
         for (number, direction), row in zip(keys, most.tolist()):
-            violations = MessageQuality(*row).violations(self._options)
-            words = [each.words for each in violations if self._stops_at(each.limit, direction)]
-            if words:
-                over.append(f"boundary {number}, {direction}: {', '.join(words)}")
-        if over:
-            raise CompressionError(f"ds_compress: guard: after step {engine.global_steps} {'; '.join(over)}")
+            judged = MessageQuality(*row)
+            found = (each.limit for each in judged.violations(self._options))
+            if limits := tuple(each for each in found if self._stops_at(each, direction)):
+                over.setdefault((direction, limits), {})[number] = judged
+        lines = []
+        for (direction, limits), alike in over.items():
+            violations = MessageQuality.worst(alike.values()).violations(self._options)
+            words = ", ".join(each.words for each in violations if each.limit in limits)
+            lines.append(f"{place_of([*alike], direction)}: {words}")
+        if lines:
+            raise CompressionError(f"ds_compress: guard: after step {engine.global_steps} {'; '.join(lines)}")
 
     def _stops_at(self, limit: str, direction: str) -> bool:
         """Return whether a limit ends the run: large residuals of gradients, and inf or nan, do only if the

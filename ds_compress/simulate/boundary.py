@@ -189,7 +189,7 @@ class TrafficMeter(Observer):
         self._before = values
         self._warned.update((codec, each.limit) for each in violations)
         if violations:
-            logger.warning(violation_note(config, channel.boundary.number, channel.direction, violations))
+            logger.warning(violation_note(config, [channel.boundary.number], channel.direction, violations))
 
 
 class _Cross(torch.autograd.Function):

@@ -1,6 +1,7 @@
 """What meters say of messages, residuals and accumulated gradients, and how the guard judges it."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from ds_compress.message.meters import SendingMeter
 from ds_compress.monitor import lines
 from ds_compress.monitor.limits import MessageQuality
 from ds_compress.monitor.metrics import residual_values
+from ds_compress.monitor.monitor import Monitor
 from ds_compress.transport.p2p import Sender
 from ds_compress.transport.streams import CodecStream
 from tests.support.codecs import error_of, roundtrip
@@ -128,7 +130,7 @@ def over(values, before=FINE, direction="forward", **limits):
     """The limits that a channel is over, and what is said of it."""
     config = Config({"forward": COARSE, "backward": COARSE, "guard": limits})
     violations = MessageQuality.of({**FINE, **values}, before, direction).violations(config.block.guard)
-    return [each.limit for each in violations], lines.violation_note(config, 0, direction, violations)
+    return [each.limit for each in violations], lines.violation_note(config, [0], direction, violations)
 
 
 def test_limits_of_messages():
@@ -144,6 +146,24 @@ def test_limits_of_messages():
     assert over({"token_error": 0.93}, error=1)[0] == []
     zeros = {"message_norm": 0.0, "token_error": math.inf}
     assert over(zeros)[0] == [], "error feedback sent what it had held back"
+
+
+def test_a_coarse_codec_on_many_boundaries_is_reported_in_one_line(caplog):
+    """There was a warning for each channel: 126 with 64 stages."""
+    config = Config({"forward": COARSE, "boundaries": {"7": {"forward": {"codec": {"name": "topk"}}}}})
+    judged = {n: MessageQuality.of({**FINE, "token_error": 0.6 + n / 200}, {}, "forward") for n in range(63)}
+    judged[9] = judged[9]._replace(error=math.nan)
+    judged[62] = judged[62]._replace(residual=math.inf)
+    known = {(number, "forward"): each for number, each in judged.items()}
+    monitor = SimpleNamespace(config=config, _warned=set(), message_quality=lambda: known)
+    for _ in range(2):
+        Monitor._warn(monitor)
+    several, seven, last = caplog.messages
+    assert several.startswith(
+        "boundaries 0-6, 8, 10-61, forward, at worst: topk(density=0.02) has a token error of 0.91 ("
+    )
+    assert seven.startswith("boundary 7, forward: topk has a token error of 0.64 (")
+    assert "boundary 62, forward: " in last and "of 0.91" in last and "a residual of inf messages" in last
 
 
 def test_tokens_of_which_nothing_arrives_are_reported_however_few():
