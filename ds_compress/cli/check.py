@@ -17,6 +17,7 @@ from ds_compress.codec import CODECS, Codec, TensorSpec, bytes_of
 from ds_compress.codecs.lowrank import LowRank
 from ds_compress.codecs.mixins import layers
 from ds_compress.config import DIRECTIONS, KEY, Config
+from ds_compress.config.policies.base import LadderOptions, format_rung
 from ds_compress.config.recipes import LIMITS
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         rows += replica_sizes(config, args.replicas, args.parameters, DTYPES[args.dtype], args.shape[-1])
     slow = slow_notes(config, rows, args) if args.gbps else ()
     alone = "" if rows else "one stage sends no messages; --replicas and --parameters show what replicas send"
-    about = alone, _auto_note(config), *config.notes, *larger, *slow
+    about = alone, _auto_note(config), _policy_note(config), *config.notes, *larger, *slow
     for note in filter(None, about):
         print(note, file=sys.stderr)
     if args.json:
@@ -101,6 +102,19 @@ def _auto_note(config: Config) -> str:
         f"{KEY}.recipe: 'auto' chooses codecs in the first steps of training, with token errors up "
         f"to {limits.forward:g} forward and errors up to {limits.backward:g} of accumulated gradients; these "
         "are the sizes until then. ds-compress advise makes the same choice without training"
+    )
+
+
+def _policy_note(config: Config) -> str:
+    """Return a note that a policy sets other options than the block has; empty without a ladder."""
+    options = config.policy.options
+    if not isinstance(options, LadderOptions) or not config.block.enabled:
+        return ""
+    ladders = ((direction, options.rungs(direction)) for direction in DIRECTIONS)
+    found = "; ".join(f"{d}: {', then '.join(map(format_rung, rungs))}" for d, rungs in ladders if rungs)
+    return (
+        f"{KEY}.policy: {config.policy.name!r} sets codecs from the first step on ({found}); these are the "
+        "sizes of the codecs as the block has them"
     )
 
 

@@ -91,6 +91,17 @@ def test_check_says_that_auto_chooses_in_training(check):
     assert "token errors up to 0.1 forward and errors up to 0.23 of accumulated gradients" in output
 
 
+def test_check_says_that_a_policy_sets_the_options(check):
+    """It printed the sizes of 4 bits, in silence, of a run that begins with 8 and goes on with 2."""
+    policy = {"name": "accordion", "forward": {"bits": [8, 4]}, "backward": {"bits": [8, 2]}}
+    codecs = {direction: {"codec": "quantize"} for direction in DIRECTIONS}
+    words = ["--stages", "2", "--shape", "4,64,256"]
+    output = check({"ds_compress": {**codecs, "policy": policy}}, *words).err
+    assert "'accordion' sets codecs" in output
+    assert "forward: bits 8, then bits 4; backward: bits 8, then bits 2" in output
+    assert check({"ds_compress": codecs}, *words).err == ""
+
+
 def test_check_json(check):
     words = ["--stages", "3", "--shape", "4,1024,768", "--dtype", "bf16", "--json"]
     rows = rows_of(check({"ds_compress": BLOCK}, *words))
