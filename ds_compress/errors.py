@@ -4,7 +4,7 @@ import difflib
 import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,6 +53,11 @@ def shown_numbers(numbers: Iterable[int]) -> str:
     runs = itertools.groupby(enumerate(numbers), lambda each: each[1] - each[0])
     rows = [[number for _, number in run] for _, run in runs]
     return ", ".join(f"{row[0]}-{row[-1]}" if len(row) > 2 else ", ".join(map(str, row)) for row in rows)
+
+
+def shown_boundaries(numbers: Sequence[int]) -> str:
+    """Format ascending `numbers` of boundaries: `boundary 3`, `boundaries 0-14, 20`."""
+    return f"boundar{'y' if len(numbers) == 1 else 'ies'} {shown_numbers(numbers)}"
 
 
 def differences(ours: Any, theirs: Any, path: str) -> Iterator[tuple[str, Any, Any]]:

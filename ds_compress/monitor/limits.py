@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ds_compress.config.block import GuardOptions
-from ds_compress.errors import shown_numbers
+from ds_compress.errors import shown_boundaries
 
 LOST = "use more bits or a higher density, or another codec"
 GROWS = "error feedback cannot keep up; use a milder codec, or a decay of the feedback"
@@ -86,9 +86,7 @@ class MessageQuality(NamedTuple):
 
 def place_of(boundaries: Sequence[int], direction: str) -> str:
     """Return the place of what `MessageQuality.worst` found in a direction of `boundaries`."""
-    if len(boundaries) == 1:
-        return f"boundary {boundaries[0]}, {direction}"
-    return f"boundaries {shown_numbers(boundaries)}, {direction}, at worst"
+    return f"{shown_boundaries(boundaries)}, {direction}{', at worst' * (len(boundaries) > 1)}"
 
 
 def finite(value: float) -> float:

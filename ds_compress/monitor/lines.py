@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from rich.filesize import decimal
 
 from ds_compress.config import Config
-from ds_compress.errors import shown_numbers
+from ds_compress.errors import shown_boundaries
 from ds_compress.monitor.limits import Violation, place_of
 from ds_compress.monitor.metrics import Channels, ratio
 from ds_compress.version import __version__
@@ -36,10 +36,7 @@ def announcement(
             parts.append(f"{part}{note}")
             said = found
         numbers.setdefault(", ".join(parts), []).append(number)
-    boundaries = [
-        f"boundar{'y' if len(own) == 1 else 'ies'} {shown_numbers(own)}: {said}"
-        for said, own in numbers.items()
-    ]
+    boundaries = [f"{shown_boundaries(own)}: {said}" for said, own in numbers.items()]
     warmup = f", after {config.warmup_steps} warm-up steps" if config.warmup_steps else ""
     recipe = f"recipe {config.block.recipe}, " if config.block.recipe else ""
     line = f"ds_compress {__version__} active, {recipe}link {link}{warmup}"

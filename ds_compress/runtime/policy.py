@@ -18,7 +18,7 @@ from torch import Tensor
 from ds_compress.config import KEY, Config
 from ds_compress.config.policies import ChannelKey, DecisionInput, Signal, ladders
 from ds_compress.config.policies.base import format_rung
-from ds_compress.errors import CompressionError, shown
+from ds_compress.errors import CompressionError, shown, shown_boundaries
 from ds_compress.kernels.numerics import wide
 from ds_compress.message.observer import Observer, SeenMessage
 from ds_compress.message.part import Change, MessageSource, RuntimePart, Step, Trainer
@@ -137,9 +137,13 @@ class PolicyController(RuntimePart):
         changed = self._decide(engine)
         if not changed:
             return None
+        alike = dict[tuple[str, int], list[int]]()  # boundaries by direction and rung
+        for (number, direction), rung in sorted(self.rungs.items()):
+            alike.setdefault((direction, rung), []).append(number)
         places = (
-            f"boundary {number} {direction} {format_rung(self._policy.options.rungs(direction)[rung])}"
-            for (number, direction), rung in sorted(self.rungs.items())
+            f"{shown_boundaries(numbers)} {direction} "
+            f"{format_rung(self._policy.options.rungs(direction)[rung])}"
+            for (direction, rung), numbers in alike.items()
         )
         start = f"ds_compress: policy {self._policy.name}: from step {engine.global_steps + 1} on: "
         line = f"{start}{'; '.join(places)}"

@@ -332,3 +332,18 @@ def test_norms_are_those_of_the_messages_that_were_sent(monkeypatch):
     assert sum(map(len, warned[:2])) == 2, "one of activations, one of gradients"
     assert all("quantize(bits=8" in line for lines in warned for line in lines)  # the rung in force
     assert not any(limit in line for rank in plain for line in rank["warned"] for limit in limits)
+
+
+def test_one_line_for_many_boundaries(capsys):
+    """It listed each boundary and direction: 3,500 characters at each change with 64 stages."""
+    policy = PolicyController(Config(block(ACCORDION)), 63, "cpu", lambda tensor: [tensor])
+    stronger = {key: int(key != (9, "forward")) for key in policy._lengths}
+    policy.rungs = dict.fromkeys(policy._lengths, 0)
+    policy._policy.decide = lambda given, state: stronger
+    policy.decide(SimpleNamespace(global_steps=2, get_lr=lambda: [0.1])).report()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.partition(" on: ")[2].split("; ") == [
+        "boundaries 0-62 backward bits 2",
+        "boundaries 0-8, 10-62 forward bits 2",
+        "boundary 9 forward bits 8",
+    ]
