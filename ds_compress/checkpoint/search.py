@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ds_compress.checkpoint.file import DamagedFile, StateFile
 from ds_compress.codecs.mixins import Stateful, layers
+from ds_compress.errors import shown_numbers
 from ds_compress.feedback.digest import mirror_digest
 from ds_compress.message.channel import Boundary
 
@@ -209,8 +210,11 @@ class Verdict:
                 reasons.setdefault(status, {}).setdefault(layer, set()).add(replica)
         sentences = []
         for status, found in sorted(reasons.items()):
+            alike: dict[tuple[int, ...], list[int]] = {}  # numbers of layers, by replicas
+            for layer, own in found.items():
+                alike.setdefault(tuple(sorted(own)), []).append(layer)
             places = "; ".join(
-                f"layer {layer}, replica {', '.join(map(str, sorted(own)))}" for layer, own in found.items()
+                f"layer {shown_numbers(cut)}, replica {shown_numbers(own)}" for own, cut in alike.items()
             )
             sentences.append(f"{REASONS[status]} ({places})")
         if not sentences:

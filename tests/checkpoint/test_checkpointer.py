@@ -218,6 +218,15 @@ def test_verdict_needs_both_sides_alike():
     assert verdict.report("f").endswith(said)
 
 
+def test_many_layers_and_replicas_that_start_from_zero_are_named_together(tmp_path):
+    """The warning listed each: 1,800 characters with 64 stages of 4 replicas."""
+    rows = [[n, r, 0, side, ABSENT, 0] for n in range(1, 64) for r in range(4) for side in range(2)]
+    lost = [[40, 3, 0, 0, UNREADABLE, 0]]
+    report = Verdict(rows + lost).report(tmp_path)
+    assert "(layer 1-39, 41-63, replica 0-3; layer 40, replica 0-2)" in report
+    assert report.endswith("(layer 40, replica 3)")
+
+
 def test_tensor_parallel_ranks_decide_together():
     """One that started from zero while its neighbour went on would send other bytes of the same tensor."""
     rows = [[4, 0, rank, side, RESTORED, 10 + rank] for rank in (0, 1) for side in (0, 1)]
