@@ -12,6 +12,8 @@ from ds_compress.config.recipes import AUTO, LIMITS
 from ds_compress.errors import CompressionError, shown, shown_key
 
 _MISSING = object()
+NONE: tuple[Any, ...] = ("none", {"name": "none"})
+"""How a block writes that there is no codec, or no feedback."""
 
 
 def unused_options(settings: CodecSettings, policy: Policy, written: Mapping[str, Any]) -> Iterator[str]:
@@ -54,7 +56,7 @@ def _of_codecs(settings: CodecSettings) -> dict[str, str]:
 
 def _exchanges(options: Any) -> bool:
     """Return whether the options of tied weights, or of replicas, name a codec."""
-    return options is not None and options.codec not in ("none", {"name": "none"})
+    return options is not None and options.codec not in NONE
 
 
 def _of_guard(settings: CodecSettings) -> dict[str, str]:
@@ -95,9 +97,13 @@ def _of_feedbacks(settings: CodecSettings) -> dict[str, str]:
         for direction in DIRECTIONS:
             chosen = settings.find_choice(number, direction)
             path = chosen["feedback"][1].removeprefix(f"{KEY}.")
-            is_alone = chosen["codec"][0] in ("none", {"name": "none"})
+            is_alone = chosen["codec"][0] in NONE
             is_alone &= settings.codecs(number).feedbacks[direction].name != "none"
             reasons[path] = "its codec is 'none'" if is_alone and reasons.get(path, True) else ""
+    for key in ("tied", "replicas"):
+        options = getattr(settings.block, key)
+        if not _exchanges(options) and options is not None and options.feedback not in NONE:
+            reasons[f"{key}.feedback"] = "its codec is 'none'"
     return reasons
 
 

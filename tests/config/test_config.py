@@ -104,6 +104,8 @@ UNUSED = [
     ({**BACKWARD, "eval": "compressed"}, "eval: 'compressed'", "activations"),
     ({**WITH_EF, "state_check_every": 5}, "state_check_every: 5", "no feedback mirrors its state"),
     ({"forward": IDLE}, "forward.feedback: 'ef'", "its codec is 'none'"),
+    ({"tied": IDLE}, "tied.feedback: 'ef'", "its codec is 'none'"),  # these two were without a word
+    ({"replicas": IDLE}, "replicas.feedback: 'ef'", "its codec is 'none'"),
     ({"boundaries": IDLE_AT_1}, "boundaries.1.backward.feedback: 'ef'", "its codec is 'none'"),
     ({**LOSSY, "guard": {"loss": 0.1, "every": 0}}, "guard.loss: 0.1", "guard.every is 0"),
     ({**WITH_EF, "guard": {"loss": 0.1}}, "guard.loss: 0.1", "activations have a feedback"),
