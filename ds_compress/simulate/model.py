@@ -40,7 +40,7 @@ class SimulatedTraining:
         self._lr = lr
         if config.policy.norms and lr is None:
             raise CompressionError(
-                f"simulate: {KEY}.policy {config.policy.name!r} follows the learning rate; give simulate "
+                f"simulate: {KEY}.policy {config.policy.name!r} may follow the learning rate; give simulate "
                 "lr=scheduler.get_last_lr, or a function like it"
             )
         self._policy = PolicyController(config, len(boundaries), "cpu", lambda tensor: [tensor])
