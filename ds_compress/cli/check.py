@@ -23,6 +23,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary
 from ds_compress.message.packet import PacketLayout
 from ds_compress.replicas.slices import slice_numel
+from ds_compress.runtime.policy import PolicyController
 
 UNCOMPRESSED = ("none", "none (below min_numel)")
 """Codec in the row of a message that is sent uncompressed."""
@@ -59,6 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     config = Config(read_block(args.ds_config))
     rows = message_sizes(config, args.stages, TensorSpec(args.shape, DTYPES[args.dtype]))
+    if config.block.enabled:
+        PolicyController(
+            config, args.stages - 1, "cpu", lambda tensor: [tensor]
+        )  # refuses what a run refuses
     keys = ("boundary", "direction", "raw_bytes", "wire_bytes")
     larger = dict.fromkeys(config.in_force.size_note(*(row[key] for key in keys)) for row in rows)
     if bool(args.replicas) != bool(args.parameters):

@@ -100,6 +100,9 @@ def test_check_says_that_a_policy_sets_the_options(check):
     assert "'accordion' sets codecs" in output
     assert "forward: bits 8, then bits 4; backward: bits 8, then bits 2" in output
     assert check({"ds_compress": codecs}, *words).err == ""
+    own = {"0": {direction: {"codec": "bf16"} for direction in DIRECTIONS}}
+    block = {**codecs, "boundaries": own, "policy": policy}  # a run refused it, and `check` did not
+    assert "no boundary of this pipeline has a codec" in check({"ds_compress": block}, *words, code=2).err
 
 
 def test_check_json(check):
