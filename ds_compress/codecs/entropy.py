@@ -45,7 +45,7 @@ ALONG_BITS = 16
 
 ALONG = 1 / 8
 """Largest share of a packet that these components take: below a width of 86 at 1.5 bits there are none. At a
-width of 128 they take a twelfth, and 1,200 steps of a Llama cost .9 % instead of 1.5 % (docs/evidence.md)."""
+width of 128 they take a twelfth, and 1,200 steps of a Llama cost .9 % instead of 1.5 % (CHANGELOG.md)."""
 
 
 @register("entropy")
