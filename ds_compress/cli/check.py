@@ -61,9 +61,8 @@ def run(args: argparse.Namespace) -> int:
     config = Config(read_block(args.ds_config))
     rows = message_sizes(config, args.stages, TensorSpec(args.shape, DTYPES[args.dtype]))
     if config.block.enabled:
-        PolicyController(
-            config, args.stages - 1, "cpu", lambda tensor: [tensor]
-        )  # refuses what a run refuses
+        # refuses what a run refuses
+        PolicyController(config, args.stages - 1, "cpu", lambda tensor: [tensor])
     keys = ("boundary", "direction", "raw_bytes", "wire_bytes")
     larger = dict.fromkeys(config.in_force.size_note(*(row[key] for key in keys)) for row in rows)
     if bool(args.replicas) != bool(args.parameters):
