@@ -3,6 +3,7 @@
     python launch/pages.py [--check]
 
 README.md and docs/evidence.md: the tables of recipes, from results/*.jsonl.
+docs/evidence-tables.md: all rows in results/*.jsonl, and their plots.
 docs/cost-tables.md: what settings cost on every model, and what the guard warns of, from results/*.jsonl.
 docs/replicas.md: what settings between replicas cost, from results/replicas.jsonl, and their step times, from
 results/replica_links.json.
@@ -41,6 +42,7 @@ from launch.reproduce.costs import (
 )
 from launch.reproduce.grid import read_rows
 from launch.reproduce.guard_table import FILES, guard_table
+from launch.reproduce.page import draw_plots, page_of
 from launch.reproduce.run import Row
 from launch.reproduce.settings import SETTINGS
 from launch.reproduce.tables import markdown
@@ -336,6 +338,7 @@ def pages() -> Iterator[tuple[Path, str]]:
             before, _, rest = text.partition(begin)
             text = f"{before}{begin}\n\n{parts[name]}\n\n{end}{rest.partition(end)[2]}"
         yield ROOT / page, text
+    yield ROOT / "docs" / "evidence-tables.md", page_of(ROOT / "results")
     command = [sys.executable, "-m", "ds_compress", "list", "--markdown"]
     options = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     yield ROOT / "docs" / "options.md", options.stdout
@@ -355,6 +358,7 @@ def main() -> int:
     for page, text in stale:
         page.write_text(text)
     bandwidth_plot(ROOT / "docs" / "images" / "bandwidth.png")
+    draw_plots(ROOT / "results", ROOT / "docs")
     return 0
 
 

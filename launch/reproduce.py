@@ -6,7 +6,7 @@
 FOLDER holds cifar10/{train,test}.parquet and wikitext2/{train,valid}.txt, and for the preset `paper` gpt2/
 (weights) and gpt2_tokenizer/. Nothing is downloaded. Rows go to results/PRESET.jsonl, one a run; a run whose
 row is there is skipped, so an interrupted grid goes on where it was. Tables and pictures of all rows are made
-at the end, in results/evidence.md or --page FILE.
+at the end, in results/evidence.md.
 """
 
 import sys

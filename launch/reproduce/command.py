@@ -33,7 +33,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         action="store_true",
         help="also train as pipelines of four ranks and compare: --only, or a few, with the first seed",
     )
-    parser.add_argument("--page", type=Path, help="tables of all rows (default: evidence.md in --results)")
     args = parser.parse_args(arguments)
     known = [f"{task}/{setting}" for task in PRESETS[args.preset] for setting in SETTINGS[task]]
     for name in args.only or ():
@@ -89,6 +88,6 @@ def main(arguments: list[str] | None = None) -> None:
         chosen = [run for run in runs if run.seed == args.seeds[0] and (args.only or run.setting in LAUNCHED)]
         compare(chosen, args.data, args.results)
     if read_rows(file):
-        write_page(args.results, args.page or args.results / "evidence.md")
+        write_page(args.results, args.results / "evidence.md")
     if failed:
         raise SystemExit(f"reproduce: {failed} of {len(left)} runs failed")

@@ -13,6 +13,7 @@ from launch.reproduce.tables import METRICS, Setting, front, grouped, markdown, 
 
 WITHIN = 1.0  # points of accuracy, percent of perplexity
 SEEDS = 3  # that a row which carries a claim has at least
+PLOTTED = "vision", "language"
 HEAD = """# All rows of the evidence
 
 You find here what every measured setting cost, in tables by preset, task and setting: accuracy or perplexity
@@ -20,7 +21,7 @@ with and without compression, bytes and errors. [Evidence](evidence.md) sums the
 [Cost tables](cost-tables.md) compares several models. Perplexities, and costs in
 percent, above 1000 are printed as "> 1000".
 
-Made by `python launch/reproduce.py --data FOLDER --page docs/evidence-tables.md` from the rows in `results/`.
+Made by `make docs` from the rows in `results/`.
 A row holds the block, the sizes, the seed, the processor and the releases that made it;
 `python launch/reproduce.py --data FOLDER --only TASK/SETTING --seed N` makes it again.
 
@@ -47,9 +48,24 @@ A row holds the block, the sizes, the seed, the processor and the releases that 
 
 def write_page(results: Path, page: Path) -> None:
     """Write `page`, with plots beside it in images/, from all rows in `results`."""
-    rows = [row for preset in PRESETS for row in read_rows(results / f"{preset}.jsonl")]
-    if not rows:
-        raise SystemExit(f"reproduce: no rows in {results}; run a grid first")
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(page_of(results))
+    draw_plots(results, page.parent)
+
+
+def draw_plots(results: Path, folder: Path) -> None:
+    """Draw the plots of the page into images/ in its `folder`."""
+    rows = _rows(results)
+    for preset in dict.fromkeys(row["preset"] for row in rows):
+        settings = grouped(rows, preset)
+        for task in PLOTTED:
+            if (task, "none") in settings:
+                pareto_plot(_of_task(settings, task), folder / _image(preset, task))
+
+
+def page_of(results: Path) -> str:
+    """Return the text of the page of all rows in `results`."""
+    rows = _rows(results)
     parts = [HEAD]
     for preset in dict.fromkeys(row["preset"] for row in rows):
         settings = grouped(rows, preset)
@@ -57,7 +73,7 @@ def write_page(results: Path, page: Path) -> None:
         parts.append(
             f"## Preset `{preset}`\n\n{environment(row for row in rows if row['preset'] == preset)}\n"
         )
-        parts += [_task(settings, task, preset, page) for task in tasks]
+        parts += [_task(settings, task, preset) for task in tasks]
         verdicts = [verdict for verdict in check_claims(settings) if verdict.task in tasks]
         if any(verdict.held is not None for verdict in verdicts):
             parts.append(f"### The orderings of the paper\n\n{_orderings(verdicts)}\n")
@@ -67,8 +83,22 @@ def write_page(results: Path, page: Path) -> None:
     ids = read_rows(results / "token_ids.jsonl")
     if ids:
         parts.append(f"## What token ids predict\n\n{token_ids.__doc__}\n{token_ids.table(ids)}\n")
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text("\n".join(parts))
+    return "\n".join(parts)
+
+
+def _rows(results: Path) -> list[Row]:
+    rows = [row for preset in PRESETS for row in read_rows(results / f"{preset}.jsonl")]
+    if not rows:
+        raise SystemExit(f"reproduce: no rows in {results}; run a grid first")
+    return rows
+
+
+def _of_task(settings: Settings, task: str) -> list[Setting]:
+    return [setting for (of, _), setting in settings.items() if of == task]
+
+
+def _image(preset: str, task: str) -> str:
+    return f"images/evidence_{preset}_{task}.png"
 
 
 def environment(rows: Iterable[Row]) -> str:
@@ -79,17 +109,15 @@ def environment(rows: Iterable[Row]) -> str:
     return "\n".join(f"- {places.count(place)} rows on {place}" for place in dict.fromkeys(places))
 
 
-def _task(settings: Settings, task: str, preset: str, page: Path) -> str:
-    own = [setting for (of, _), setting in settings.items() if of == task]
+def _task(settings: Settings, task: str, preset: str) -> str:
+    own = _of_task(settings, task)
     parts = [f"### {task}, {len(own)} settings", table(own)]
     for evaluated in ("on", "off"):
         found = matrix(settings, task, evaluated)
         if found:
             parts.append(f"Min-max quantization, {METRICS[task]} {evaluated}:\n\n{found}")
-    if task in ("vision", "language"):
-        image = page.parent / "images" / f"evidence_{preset}_{task}.png"
-        pareto_plot(own, image)
-        parts.append(f"![quality against bytes](images/{image.name})")
+    if task in PLOTTED:
+        parts.append(f"![quality against bytes]({_image(preset, task)})")
     parts.append(_recipes(settings, task, own))
     return "\n\n".join(parts) + "\n"
 

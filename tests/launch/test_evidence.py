@@ -103,8 +103,8 @@ def test_page(tmp_path):
     made += rows({"topk10": (None, None, 4)}, "language", seeds=(0,))
     made[-2] |= {"generated_perplexity_on": 3.0, "generated_perplexity_off": 4.0}
     (tmp_path / "smoke.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
-    page = tmp_path / "docs" / "evidence.md"
-    main(["--results", str(tmp_path), "--only", "vision/none", "--preset", "smoke", "--page", str(page)])
+    page = tmp_path / "evidence.md"
+    main(["--results", str(tmp_path), "--only", "vision/none", "--preset", "smoke"])
     text = page.read_text()
     assert f"- {len(made)} rows on abacus; torch 9" in text
     assert "| `topk10-ef` | 3 | 5.00 | 5.00 | 6.4 | 87.00 ± 0.20 | 86.50 ± 0.20 | 0.100 |  |" in text
