@@ -15,6 +15,9 @@ _MISSING = object()
 NONE: tuple[Any, ...] = ("none", {"name": "none"})
 """How a block writes that there is no codec, or no feedback."""
 
+OF_EXCHANGES: dict[str, tuple[str, ...]] = {"tied": (), "replicas": ("warmup_steps", "bucket_mb", "overlap")}
+"""Options of exchanges beside codec and feedback."""
+
 
 def unused_options(settings: CodecSettings, policy: Policy, written: Mapping[str, Any]) -> Iterator[str]:
     """Yield one line for each option that is given, and has no effect.
@@ -91,7 +94,8 @@ def _of_guard(settings: CodecSettings) -> dict[str, str]:
 
 
 def _of_feedbacks(settings: CodecSettings) -> dict[str, str]:
-    """Return why a feedback has no effect, by path; "" where it has one at some boundary."""
+    """Return why a feedback, or an option of exchanges, has no effect, by path; "" where it has one at some
+    boundary."""
     reasons: dict[str, str] = {}
     for number in settings.configured_boundaries:
         for direction in DIRECTIONS:
@@ -100,10 +104,11 @@ def _of_feedbacks(settings: CodecSettings) -> dict[str, str]:
             is_alone = chosen["codec"][0] in NONE
             is_alone &= settings.codecs(number).feedbacks[direction].name != "none"
             reasons[path] = "its codec is 'none'" if is_alone and reasons.get(path, True) else ""
-    for key in ("tied", "replicas"):
+    for key, names in OF_EXCHANGES.items():
         options = getattr(settings.block, key)
-        if not _exchanges(options) and options is not None and options.feedback not in NONE:
-            reasons[f"{key}.feedback"] = "its codec is 'none'"
+        if options is not None and not _exchanges(options):
+            idle = names if options.feedback in NONE else ("feedback", *names)
+            reasons |= {f"{key}.{name}": "its codec is 'none'" for name in idle}
     return reasons
 
 

@@ -106,6 +106,7 @@ UNUSED = [
     ({"forward": IDLE}, "forward.feedback: 'ef'", "its codec is 'none'"),
     ({"tied": IDLE}, "tied.feedback: 'ef'", "its codec is 'none'"),  # these two were without a word
     ({"replicas": IDLE}, "replicas.feedback: 'ef'", "its codec is 'none'"),
+    ({"replicas": {"warmup_steps": 5}}, "replicas.warmup_steps: 5", "its codec is 'none'"),
     ({"boundaries": IDLE_AT_1}, "boundaries.1.backward.feedback: 'ef'", "its codec is 'none'"),
     ({**LOSSY, "guard": {"loss": 0.1, "every": 0}}, "guard.loss: 0.1", "guard.every is 0"),
     ({**WITH_EF, "guard": {"loss": 0.1}}, "guard.loss: 0.1", "activations have a feedback"),
