@@ -36,6 +36,7 @@ def test_minimal_is_one_short_file_that_needs_torch_alone():
     assert roots - set(sys.stdlib_module_names) == {"torch"}
 
 
+@pytest.mark.extended
 def test_minimal_runs_and_its_loss_falls(minimal, tmp_path):
     done = subprocess.run([sys.executable, MINIMAL], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -79,6 +79,7 @@ def test_tests_run_from_it(unpacked):
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
 
 
+@pytest.mark.extended
 def test_pages_are_up_to_date(monkeypatch):
     monkeypatch.setattr("sys.argv", ["pages.py", "--check"])
     assert not load_script("pages").main()

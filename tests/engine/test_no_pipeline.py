@@ -128,6 +128,7 @@ def pipeline(config):
     return [engine.train_batch(data).item() for _ in range(STEPS)]
 
 
+@pytest.mark.extended
 def test_a_pipeline_is_compressed_as_without_accelerate():
     config = ds_config(BLOCK)
     expected = [found["losses"] for found in run_ranks(2, train, 2, config, STEPS)]

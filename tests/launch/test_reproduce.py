@@ -81,6 +81,7 @@ def warm(monkeypatch):
     monkeypatch.setattr(sys, "executable", interpreter(TRAINING))
 
 
+@pytest.mark.extended
 def test_rows_say_what_was_measured(whole):
     rows = rows_of(whole)
     assert set(rows) == {(name, seed) for name in NAMES for seed in (0, 1)}

@@ -75,6 +75,7 @@ class Dropped(Block):
         return nn.functional.dropout(super().forward(x), 0.1, self.training)
 
 
+@pytest.mark.extended
 def test_dropout_draws_the_same_numbers():
     check("tensor", NONE, specs=lambda: [LayerSpec(Dropped)] * 6)
 

@@ -118,7 +118,7 @@ def rounds(lr, momentum):
 
 
 @pytest.mark.parametrize(("lr", "momentum"), [(1.0, 0.7), (0.7, 0.9)])
-@pytest.mark.extended(keep=1)
+@pytest.mark.extended
 def test_an_anchor_is_the_same_on_every_processor(lr, momentum):
     """Some fuse a product with the sum: after 300 rounds 70 % of the values differed."""
     program = f"from tests.sites.test_outer_step import rounds; print(rounds({lr}, {momentum}))"
