@@ -93,7 +93,7 @@ class PolicyController(RuntimePart):
             boundaries: their number.
 
         Raises:
-            CompressionError: there is a policy, and no boundary has a ladder.
+            CompressionError: there is a policy, and none of the boundaries has a ladder.
         """
         self.rungs: dict[ChannelKey, int] = {}
         """Current rungs; 0 is the mildest."""
@@ -105,7 +105,7 @@ class PolicyController(RuntimePart):
         numbers = range(boundaries if config.has_policy else 0)
         found = {number: ladders(config.in_force, config.policy, number) for number in numbers}
         self._ladders = {(n, d): ladder for n, own in found.items() for d, ladder in own.items()}
-        if config.has_policy and not self._ladders:
+        if numbers and not self._ladders:
             raise CompressionError(
                 f"{KEY}.policy: no boundary of this pipeline has a codec with the options of its ladder; "
                 "give them to forward or backward, or use 'constant'"

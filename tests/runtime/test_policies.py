@@ -334,6 +334,17 @@ def test_norms_are_those_of_the_messages_that_were_sent(monkeypatch):
     assert not any(limit in line for rank in plain for line in rank["warned"] for limit in limits)
 
 
+def test_a_pipeline_of_one_stage_has_nothing_to_follow():
+    """One with replicas was refused: no boundary had such a codec, give it to forward or backward."""
+    policy = PolicyController(Config(block(ACCORDION)), 0, "cpu", lambda tensor: [tensor])
+    engine = SimpleNamespace(global_steps=0, get_lr=lambda: [0.1])
+    assert policy.start(engine, SimpleNamespace(ends=())) == {}
+    for engine.global_steps in range(1, 2 * ACCORDION["every"] + 1):
+        assert policy.decide(engine) is None
+    assert policy.resume(SimpleNamespace(engine=engine), policy.state(), policy.own_state()) is None
+    assert policy.rungs == {}
+
+
 def test_one_line_for_many_boundaries(capsys):
     """It listed each boundary and direction: 3,500 characters at each change with 64 stages."""
     policy = PolicyController(Config(block(ACCORDION)), 63, "cpu", lambda tensor: [tensor])
