@@ -103,7 +103,8 @@ def test_check_says_that_a_policy_sets_the_options(check):
     own = {"0": {direction: {"codec": "bf16"} for direction in DIRECTIONS}}
     block = {**codecs, "boundaries": own, "policy": policy}  # a run refused it, and `check` did not
     assert "no boundary of this pipeline has a codec" in check({"ds_compress": block}, *words, code=2).err
-    assert "one stage sends no messages" in check({"ds_compress": block}, "--stages", "1", *words[2:]).err
+    one = {"ds_compress": {**codecs, "policy": policy}}
+    assert "one stage sends no messages" in check(one, "--stages", "1", *words[2:]).err
 
 
 def test_check_json(check):
