@@ -71,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
         rows += replica_sizes(config, args.replicas, args.parameters, DTYPES[args.dtype], args.shape[-1])
     slow = slow_notes(config, rows, args) if args.gbps else ()
     alone = "" if rows else "one stage sends no messages; --replicas and --parameters show what replicas send"
-    about = alone, _auto_note(config), _policy_note(config), *config.notes, *larger, *slow
+    policy = [_policy_note(config)] if args.stages > 1 else []
+    about = alone, _auto_note(config), *policy, *config.notes, *larger, *slow
     for note in filter(None, about):
         print(note, file=sys.stderr)
     if args.json:

@@ -104,7 +104,7 @@ UNUSED = [
     ({**BACKWARD, "eval": "compressed"}, "eval: 'compressed'", "activations"),
     ({**WITH_EF, "state_check_every": 5}, "state_check_every: 5", "no feedback mirrors its state"),
     ({"forward": IDLE}, "forward.feedback: 'ef'", "its codec is 'none'"),
-    ({"tied": IDLE}, "tied.feedback: 'ef'", "its codec is 'none'"),  # these two were without a word
+    ({"tied": IDLE}, "tied.feedback: 'ef'", "its codec is 'none'"),  # nothing was said of the next three
     ({"replicas": IDLE}, "replicas.feedback: 'ef'", "its codec is 'none'"),
     ({"replicas": {"warmup_steps": 5}}, "replicas.warmup_steps: 5", "its codec is 'none'"),
     ({"boundaries": IDLE_AT_1}, "boundaries.1.backward.feedback: 'ef'", "its codec is 'none'"),

@@ -61,6 +61,7 @@ def write_words(
     words = words[:-1].to(torch.int16)
     place = torch.arange(frame.words, dtype=torch.int32, device=symbols.device)
     escaped = (symbol == beyond).flatten().index_select(0, symbols.int())
+    # a search finds the value whose word comes to a place; to scatter all would take indices of 64 bits
     for number, is_sent, each in (
         (place - ends[-1, 0].int() + 1, coded.written, coded.words),
         (frame.words - place, escaped, escapes),
