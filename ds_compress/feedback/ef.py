@@ -12,6 +12,7 @@ from ds_compress.codecs.quantize import Quantize
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.state import State, StatefulFeedback, StateOptions
 from ds_compress.kernels.backends import kernels
+from ds_compress.kernels.numerics import is_finite
 from ds_compress.registry import Steps
 
 
@@ -66,7 +67,7 @@ class ErrorFeedbackCodec(FeedbackCodec, StatefulFeedback):
                 return parts
         # the same steps one by one, with the message as one group
         residual, backend = self.state.values(stored, spec), kernels(x.device)
-        finite = backend.is_finite(x)
+        finite = is_finite(x)
         total = backend.add_residual(x, residual, ctx.loss_scale, finite)
         parts, sent = encode_and_decode(self.codec, total, ctx, out)
         sendable = self._reuses.sent(spec, ctx) if self._reuses is not None else None

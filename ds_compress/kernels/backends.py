@@ -24,7 +24,6 @@ scale, by which messages are larger than states
     add_residual(x, residual, factor, finite)          -> x + factor * residual in x's dtype
     update_state(state, change, divisor)               -> state + change / divisor, flag: it can be kept
     update_residual(x, residual, sent, scale, residual_decay, error_weight)   -> next residual, flag
-    is_finite(matrix)                                  -> flag
     choose(condition, first, second)                   flag, two of a shape -> one of them
     encode_int8(value)                                 -> codes, scales
     decode_int8(codes, scales)                         -> fp32 of codes' shape

@@ -103,10 +103,8 @@ def passes(x: torch.Tensor, state: torch.Tensor, factor: float, share: float) ->
     """Arguments of each pass of a feedback over a message, by its name."""
     return {
         "delta": (x, state, factor),
-        "update_state": (state, x, factor),
         "add_residual": (x, state, factor, x.isfinite().all()),
         "update_residual": (x, state, x.flip(0).contiguous(), factor, share, 1 - share),
-        "is_finite": (x,),
     }
 
 

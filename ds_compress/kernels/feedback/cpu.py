@@ -18,15 +18,21 @@ from ds_compress.kernels.quantize import cpu as quantize
 from ds_compress.kernels.quantize.cpu import FORMAT, LARGEST_GROUP, PARTS, VALUES
 from ds_compress.kernels.quantize.grid import Grid
 
-__all__ = [name for name in reference.__all__ if name not in ("encode_int8", "decode_int8")]
+__all__ = [
+    "add_residual",
+    "choose",
+    "delta",
+    "dequantize_change",
+    "quantize_change",
+    "quantize_with_residual",
+    "update_residual",
+]
 
 _STATE = Buffer((torch.float32,), ("n",))
 _MESSAGE: dict[str, Any] = {"values": Buffer(FLOATS, ("n",), dtype_from="bf16"), "bf16": FLAG, "n": SIZE}
 _SAME = _MESSAGE["values"]
 _FACTORS: dict[str, Any] = {"scale": float, "residual_decay": float, "error_weight": float}
 _delta = Function("feedback", "delta", **_MESSAGE, state=_STATE, factor=float, y=_SAME)
-_update_state = Function("feedback", "update_state", **_MESSAGE, state=_STATE, divisor=float, next=_STATE)
-_is_finite = Function("feedback", "is_finite", **_MESSAGE)
 _update_residual = Function(
     *("feedback", "update_residual"), **_MESSAGE, residual=_STATE, sent=_SAME, **_FACTORS, next=_STATE
 )
@@ -53,14 +59,6 @@ def add_residual(x: Tensor, residual: Tensor, factor: float, finite: Tensor) -> 
     return reference.add_residual(x, residual, factor, finite)
 
 
-def update_state(state: Tensor, change: Tensor, divisor: float) -> tuple[Tensor, Tensor]:
-    if not _is_supported(state, change):
-        return reference.update_state(state, change, divisor)
-    new = torch.empty(state.shape, dtype=torch.float32, device="cpu")
-    state, change = state.detach().contiguous(), change.detach().contiguous()
-    return new, _as_tensor(_call(_update_state, change)(change, state, divisor, new))
-
-
 def update_residual(
     x: Tensor, residual: Tensor, sent: Tensor, scale: float, residual_decay: float, error_weight: float
 ) -> tuple[Tensor, Tensor]:
@@ -70,12 +68,6 @@ def update_residual(
     x, residual, sent = (tensor.detach().contiguous() for tensor in (x, residual, sent))
     factors = scale, residual_decay, error_weight
     return new, _as_tensor(_call(_update_residual, x)(x, residual, sent, *factors, new))
-
-
-def is_finite(matrix: Tensor) -> Tensor:
-    if matrix.dtype not in FLOATS or not native.serves(matrix.numel()):
-        return reference.is_finite(matrix)
-    return _as_tensor(_call(_is_finite, matrix)(matrix.detach().contiguous()))
 
 
 def choose(condition: Tensor, first: Tensor, second: Tensor) -> Tensor:

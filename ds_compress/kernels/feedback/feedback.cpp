@@ -20,13 +20,6 @@ struct DeltaArguments {
     void* y;
 };
 
-struct UpdateStateArguments {
-    Message change;
-    const float* state;
-    double divisor;
-    float* next;
-};
-
 struct UpdateResidualArguments {
     Message message;
     const float* residual;
@@ -44,27 +37,6 @@ bool delta(const Float* x, const float* state, float factor, int64_t n, Float* y
         store_partial(within + (value - value), y + i, count);  // nan, where the value is not finite
     });
     return true;
-}
-
-template <class In>
-bool update_state(const float* state, const In* change, float divisor, int64_t n, float* next) {
-    Ints most = {};
-    in_vectors(n, [&](int64_t i, int64_t count) {
-        const Floats sum = load_partial(state + i, count) + load_partial(change + i, count) / divisor;
-        most = largest_of(most, sum);
-        store_partial(sum, next + i, count);
-    });
-    return can_keep(most);
-}
-
-template <class In>
-bool all_finite(const In* x, int64_t n) {
-    Ints most[4] = {};
-    int64_t i = 0;
-    for (; i + 4 * LANES <= n; i += 4 * LANES)
-        for (int j = 0; j < 4; ++j) most[j] = largest_of(most[j], load(x + i + j * LANES));
-    in_vectors(n - i, [&](int64_t j, int64_t count) { most[0] = largest_of(most[0], load_partial(x + i + j, count)); });
-    return finite(larger(larger(most[0], most[1]), larger(most[2], most[3])));
 }
 
 template <class In, class Update>
@@ -95,16 +67,6 @@ int64_t delta(const DeltaArguments& args, int threads) {
     return for_values(args.message, threads, [&](auto* x, int64_t begin, int64_t n) {
         return delta(x, args.state + begin, args.factor, n, static_cast<decltype(x)>(args.y) + begin);
     });
-}
-
-int64_t update_state(const UpdateStateArguments& args, int threads) {
-    return for_values(args.change, threads, [&](auto* change, int64_t begin, int64_t n) {
-        return update_state(args.state + begin, change, args.divisor, n, args.next + begin);
-    });
-}
-
-int64_t is_finite(const Message& message, int threads) {
-    return for_values(message, threads, [](auto* x, int64_t, int64_t n) { return all_finite(x, n); });
 }
 
 int64_t update_residual(const UpdateResidualArguments& args, int threads) {

@@ -6,7 +6,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ds_compress.kernels.numerics import LARGEST_STATE, as_divisor, can_keep, is_finite, narrow, rows_within
+from ds_compress.kernels.numerics import LARGEST_STATE, as_divisor, can_keep, narrow, rows_within
 from ds_compress.kernels.quantize import reference as quantize
 from ds_compress.kernels.quantize.grid import SMALLEST_STEP, Grid
 
@@ -17,7 +17,6 @@ __all__ = [
     "delta",
     "dequantize_change",
     "encode_int8",
-    "is_finite",
     "quantize_change",
     "quantize_with_residual",
     "update_residual",
@@ -143,9 +142,12 @@ class FusedFeedback:
             What `quantize` returns; and the next residual as stored, see `update_residual`.
         """
         before = decode_int8(*residual) if len(residual) == 2 else residual[0].float()
-        groups = before.reshape(-1, size)
-        parts, lost = self._quantize.quantize_with_error(values.reshape(-1, size), groups, scale, grid, out)
-        return parts, self._stored(residual, blend(groups, lost, scale, residual_decay, error_weight))
+        before, groups = before.reshape(-1, size), values.reshape(-1, size)
+        finite = rows_within(groups, torch.finfo(groups.dtype).max)
+        total = groups.float() + before * (finite.float() * scale)
+        parts = self._quantize.quantize(narrow(total, groups), grid, None, out)
+        lost = total - self._quantize.dequantize(parts, grid, groups.dtype).float()
+        return parts, self._stored(residual, blend(before, lost, scale, residual_decay, error_weight))
 
     def quantize_change(
         self,

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ds_compress.kernels.memory import copy_into
-from ds_compress.kernels.numerics import narrow, rows_within
 from ds_compress.kernels.quantize.bits import pack, unpack
 from ds_compress.kernels.quantize.grid import Grid, from_codes, minmax_scales, to_codes
 from ds_compress.kernels.quantize.hadamard import rotate, rotate_back
@@ -59,24 +58,3 @@ def dequantize(
     groups = rotate_back(groups, grid.key) if grid.hadamard else groups
     groups = groups.to(dtype)
     return groups if shape is None else groups.view(shape)
-
-
-def quantize_with_error(
-    groups: Tensor, residual: Tensor, factor: float, grid: Grid, out: tuple[Tensor, ...] | None = None
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Quantize groups + factor * residual, in the dtype of `groups`.
-
-    Args:
-        groups: [n, G], float32 or bfloat16.
-        residual: fp32 [n, G], finite. Groups that are not finite are quantized without it.
-        factor: a number that fp32 can represent.
-        out: see `quantize`.
-
-    Returns:
-        What `quantize` returns; and the part of the sum that is lost, fp32 [n, G], which is not finite where
-        the group is not.
-    """
-    finite = rows_within(groups, torch.finfo(groups.dtype).max)
-    total = groups.float() + residual * (finite.float() * factor)
-    parts = quantize(narrow(total, groups), grid, None, out)
-    return parts, total - dequantize(parts, grid, groups.dtype).float()

@@ -29,7 +29,6 @@ from ds_compress.kernels.quantize.triton_tiles import (
     places,
     rotate,
     rotate_back,
-    rounded,
     saturated,
     store_piece,
 )
@@ -61,28 +60,6 @@ def quantize(
     groups = groups if size is None else groups.reshape(-1, size)
     if not len(groups) or groups.shape[1] > MAX_GROUP:
         return reference.quantize(groups, grid, dither, out)
-    return _launch(groups, dither, None, 0.0, None, grid, out)
-
-
-def quantize_with_error(
-    groups: Tensor, residual: Tensor, factor: float, grid: Grid, out: tuple[Tensor, ...] | None = None
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    n, size = groups.shape
-    if not n or size > MAX_GROUP:
-        return reference.quantize_with_error(groups, residual, factor, grid, out)
-    error = torch.empty(groups.shape, dtype=torch.float32, device=groups.device)
-    return _launch(groups, None, residual.contiguous(), factor, error, grid, out), error
-
-
-def _launch(
-    groups: Tensor,
-    dither: int | None,
-    residual: Tensor | None,
-    factor: float,
-    error: Tensor | None,
-    grid: Grid,
-    out: tuple[Tensor, ...] | None,
-) -> tuple[Tensor, ...]:
     groups = groups.detach().contiguous()
     n, size = groups.shape
     if out is None:
@@ -93,15 +70,11 @@ def _launch(
         _quantize[programs](
             groups,
             *key_halves(dither or 0),
-            residual,
-            factor,
-            error,
             *out,
             diagonal(size, grid.key, groups.device) if grid.hadamard else None,
             n,
             TOP=grid.top,
             DITHERED=dither is not None,
-            LARGEST=torch.finfo(groups.dtype).max,
             LARGEST_VALUE=largest_value(size),
             enable_fp_fusion=False,
             **shape,
@@ -154,9 +127,6 @@ def _quantize(
     groups,
     first,
     second,
-    residual,
-    factor,
-    error,
     packed,
     step,
     offset,
@@ -169,32 +139,17 @@ def _quantize(
     BITS: tl.constexpr,
     TOP: tl.constexpr,
     DITHERED: tl.constexpr,
-    LARGEST: tl.constexpr,
     LARGEST_VALUE: tl.constexpr,
 ):
     """A tile of a group is WIDTH values, in COLUMNS columns.
 
-    `residual` and `error` are None without error feedback, `diagonal` without a rotation; `first` and
-    `second` are the halves of the dither's key.
+    `diagonal` is None without a rotation; `first` and `second` are the halves of the dither's key.
     """
     row, place, exists = places(n, ROWS, WIDTH, COLUMNS)
     at = row[:, None] * (TILES * WIDTH) + place
     values = ()
     for t in tl.static_range(TILES):
         values = values + (tl.load(groups + at + t * WIDTH, mask=exists, other=0).to(tl.float32),)
-    sums = values
-    if residual is not None:
-        doubt = values[0] - values[0]  # nan where a value is not finite
-        for t in tl.static_range(1, TILES):
-            doubt += values[t] - values[t]
-        scale = tl.where(tl.sum(doubt, 1) == 0, factor, 0.0)[:, None]
-        loaded, sums, values = values, (), ()
-        for t in tl.static_range(TILES):
-            total = loaded[t] + tl.load(residual + at + t * WIDTH, mask=exists, other=0) * scale
-            within = tl.minimum(tl.maximum(total, -LARGEST), LARGEST)
-            sums = sums + (total,)
-            # see `narrow` in kernels/numerics.py
-            values = values + (rounded(within + (loaded[t] - loaded[t]), groups),)
     unrotated = values
     if diagonal is not None:
         values = rotate(values, diagonal, ROWS, TILES, COLUMNS)
@@ -235,10 +190,6 @@ def _quantize(
     for i in tl.static_range(4):
         if BITS & (8 >> i):
             store_piece(packed, codes, exists, BITS, 8 >> i, TILES, WIDTH)
-    if error is not None:
-        sent = _decoded(codes, grid_step, start, None, diagonal, ROWS, TILES, COLUMNS)
-        for t in tl.static_range(TILES):
-            tl.store(error + at + t * WIDTH, sums[t] - rounded(sent[t], groups), mask=exists)
 
 
 @triton.jit
@@ -284,37 +235,18 @@ def _dequantize(
             codes = load_piece(packed, codes, exists, BITS, 8 >> i, TILES, WIDTH)
     grid_step = tl.load(step + row, mask=row < n, other=0).to(tl.float32)
     start = tl.load(offset + row, mask=row < n, other=0).to(tl.float32)
-    drawn = None
     if DITHERED:
         start += (-127 - lower_of_draws(row, first, second, TILES * WIDTH)) * (1 / 256) * grid_step
-        drawn = ()
-        for t in tl.static_range(TILES):
-            drawn = drawn + (draws(row[:, None], place + t * WIDTH, first, second, TILES * WIDTH),)
-    decoded = _decoded(codes, grid_step, start, drawn, diagonal, ROWS, TILES, COLUMNS)
-    at = row[:, None] * (TILES * WIDTH) + place
-    for t in tl.static_range(TILES):
-        tl.store(values + at + t * WIDTH, decoded[t].to(values.dtype.element_ty), mask=exists)
-
-
-@triton.jit
-def _decoded(
-    codes,
-    grid_step,
-    start,
-    drawn,
-    diagonal,
-    ROWS: tl.constexpr,
-    TILES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """The values of codes on a grid, fp32; `drawn`: the draws that dithered them, or None."""
     decoded = ()
     for t in tl.static_range(TILES):
-        if drawn is None:
-            value = codes[t].to(tl.float32)
+        if DITHERED:
+            draw = draws(row[:, None], place + t * WIDTH, first, second, TILES * WIDTH)
+            value = ((codes[t] << 8) + (255 - draw)).to(tl.float32) * (1 / 256)
         else:
-            value = ((codes[t] << 8) + (255 - drawn[t])).to(tl.float32) * (1 / 256)
+            value = codes[t].to(tl.float32)
         decoded = decoded + (value * grid_step[:, None] + start[:, None],)
     if diagonal is not None:
         decoded = rotate_back(decoded, diagonal, ROWS, TILES, COLUMNS)
-    return decoded
+    at = row[:, None] * (TILES * WIDTH) + place
+    for t in tl.static_range(TILES):
+        tl.store(values + at + t * WIDTH, decoded[t].to(values.dtype.element_ty), mask=exists)

@@ -139,16 +139,6 @@ def _across(tile, DISTANCE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.conste
 
 
 @triton.jit
-def rounded(x, like):
-    """Round `x`, fp32, to nearest, ties to even, if `like` points at bfloat16."""
-    if like.dtype.element_ty == tl.bfloat16:
-        bits = x.to(tl.int32, bitcast=True)
-        upper = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
-        x = tl.where(x == x, upper, x)
-    return x
-
-
-@triton.jit
 def fp32(x: tl.constexpr):
     return tl.full([1], x, tl.float32)
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ds_compress.kernels import native
-from ds_compress.kernels.feedback.cpu import is_finite
 from ds_compress.kernels.memory import empty_template, scratch
 from ds_compress.kernels.native.function import NUMBER, SIZE, Buffer, Function
+from ds_compress.kernels.numerics import is_finite
 from ds_compress.kernels.topk import reference
 from ds_compress.kernels.topk.reference import INFINITY
 

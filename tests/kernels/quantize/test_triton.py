@@ -11,9 +11,8 @@ from ds_compress.kernels import backends
 from ds_compress.kernels.backends import reference
 from ds_compress.kernels.quantize import triton as groups_in_triton
 from ds_compress.kernels.quantize.grid import Grid
-from ds_compress.kernels.quantize.reference import quantize_with_error
 from tests.support.codecs import any_grid, assert_same_bits
-from tests.support.kernels import GROUPS, stored
+from tests.support.kernels import stored
 from tests.support.messages import values
 from tests.support.triton import DEVICE, DTYPES, EXAMPLES, INTERPRETED, SPECIAL, fused, launched, need_device
 
@@ -61,36 +60,6 @@ def test_quantize_equals_the_reference(bits, size, hadamard, n, rounding, dtype,
     decoded = launched(dequantize, *expected, grid, out, None, subtracted)
     assert decoded.dtype == out
     assert_rounded(decoded, reference.dequantize(expected, grid, dither=subtracted))
-
-
-@given(
-    **GROUPS,
-    size=st.sampled_from([8, 24, 128]),
-    n=st.integers(1, 20),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    factor=st.sampled_from([0.0, 1.0, 1024.0]),
-)
-@settings(max_examples=EXAMPLES, deadline=None)
-def test_error_feedback_in_one_pass_equals_the_reference(
-    bits, size, n, hadamard, dtype, special, factor, seed
-):
-    grid = any_grid(bits, hadamard, size, seed)
-    groups, residual = values(n, size, dtype, seed, special), values(n, size, torch.float32, seed + 1)
-    # the interpreter gets the subnormal numbers of bfloat16 wrong
-    groups = torch.where(groups.abs() < torch.finfo(dtype).tiny, 0, groups)
-    residual = residual.clamp(-1e36, 1e36)
-    residual[0, 0], groups[0, 0] = torch.finfo(torch.float32).max / 1024, torch.finfo(dtype).max
-    expected, expected_error = quantize_with_error(groups, residual, factor, grid)
-
-    def in_one_tuple(*tensors):
-        parts, error = groups_in_triton.quantize_with_error(*tensors, factor, grid)
-        return *parts, error
-
-    parts = launched(in_one_tuple, groups, residual)
-    finite = (groups.isfinite()).all(1)
-    for ours, theirs in zip(parts, (*expected, expected_error), strict=True):
-        torch.testing.assert_close(ours[finite], theirs[finite], rtol=0, atol=0, equal_nan=True)
-    assert not parts[-1][~finite].isfinite().all() or finite.all()
 
 
 # the interpreter cuts off instead of rounding to bfloat16
