@@ -28,12 +28,6 @@ def _floats(*dims: str | int) -> Buffer:
 
 
 _BITS = Buffer((torch.uint8,), ("n",), per=8)
-_INDICES: dict[str, Any] = {
-    "packed": _BITS,
-    "n": SIZE,
-    "indices": Buffer((torch.int64,), ("count",)),
-    "count": SIZE,
-}
 _ENTRIES: dict[str, Any] = {
     "x": _floats("n"),
     "dtype": range(len(_MOVED)),
@@ -42,8 +36,9 @@ _ENTRIES: dict[str, Any] = {
     "count": SIZE,
     "values": _floats("count"),
 }
-_set_bits = Function("selection", "set_bits", **_INDICES)
-_list_bits = Function("selection", "list_bits", **_INDICES)
+_list_bits = Function(
+    *("selection", "list_bits"), packed=_BITS, n=SIZE, indices=Buffer((torch.int64,), ("count",)), count=SIZE
+)
 _gather = Function("selection", "gather", **_ENTRIES)
 _scatter = Function("selection", "scatter", **_ENTRIES)
 _largest = Function(
@@ -114,18 +109,7 @@ def unpack_bits(packed: Tensor, numel: int) -> Tensor:
 
 
 def set_bits(indices: Tensor, numel: int) -> Tensor:
-    """See `reference.set_bits`.
-
-    Raises:
-        IndexError: an index is not below `numel`.
-    """
-    if not native.serves(numel):
-        return pack_bits(reference.as_mask(indices, numel))
-    packed = torch.zeros(-(-numel // 8), dtype=torch.uint8, device="cpu")
-    done = _set_bits.bind(n=numel, count=indices.numel())(packed, indices.contiguous())
-    if done < indices.numel():
-        raise IndexError(f"index {indices[done]} came, of {numel} entries")
-    return packed
+    return pack_bits(reference.as_mask(indices, numel))
 
 
 def list_bits(packed: Tensor, numel: int, count: int) -> Tensor:

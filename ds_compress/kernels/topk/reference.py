@@ -70,7 +70,7 @@ def list_bits(packed: Tensor, numel: int, count: int) -> Tensor:
 def as_mask(indices: Tensor, numel: int) -> Tensor:
     """Return bools [numel], true at `indices`, int64 [count]."""
     mask = torch.zeros(numel, dtype=torch.bool, device=indices.device)
-    return mask.index_fill_(0, indices, True)
+    return mask.scatter_(0, indices, True)
 
 
 def positions(mask: Tensor, count: int) -> Tensor:

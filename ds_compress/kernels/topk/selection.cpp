@@ -1,4 +1,4 @@
-// Bit strings: their bits set and listed, and the entries that they hold read out of a tensor, and put back.
+// Bit strings: their bits listed, and the entries that they hold read out of a tensor, and put back.
 
 #include "masks.h"
 
@@ -39,7 +39,7 @@ struct GatherArguments {
 };
 
 struct BitsArguments {
-    uint8_t* packed;
+    const uint8_t* packed;
     int64_t n;
     int64_t* indices;
     int64_t count;
@@ -59,17 +59,6 @@ int64_t scatter(const GatherArguments& args, int) {
         scatter(static_cast<decltype(y)>(args.values), args.count, args.packed, args.n, y);
     });
     return 0;
-}
-
-// Sets the bits `indices` of the zeros `packed`; bit j of byte i belongs to entry 8 * i + j, of n. Returns the place of the
-// first index that is none of an entry, or `count`.
-int64_t set_bits(const BitsArguments& args, int) {
-    for (int64_t i = 0; i < args.count; ++i) {
-        const int64_t index = args.indices[i];
-        if (index < 0 || index >= args.n) return i;
-        args.packed[index >> 3] |= 1 << (index & 7);
-    }
-    return args.count;
 }
 
 // Lists the first `count` of the bits of `packed` that are set, among its first n; 0 where there are no more.
