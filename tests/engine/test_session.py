@@ -2,6 +2,7 @@
 
 import re
 import types
+from collections import deque
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ def reached(start, stops):
             continue
         if isinstance(each, dict):
             waiting += [*each.keys(), *each.values()]
-        elif isinstance(each, (list, tuple, set, frozenset)):
+        elif isinstance(each, (list, tuple, set, frozenset, deque)):
             waiting += each
         elif isinstance(each, types.FunctionType):
             waiting += [cell.cell_contents for cell in each.__closure__ or ()]
