@@ -103,7 +103,7 @@ class Context(MessageId):
 
     @property
     def selection(self) -> Any:
-        """Return the kept entries, a `kernels.selection.Selection`, or None.
+        """Return the kept entries, a `kernels.topk.selection.Selection`, or None.
 
         A sparsifying codec sets it in encode and decode of the forward message; `indices: "reuse"` reads it
         in the backward message.

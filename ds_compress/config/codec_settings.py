@@ -29,8 +29,8 @@ class BoundaryCodecs:
         return {direction: getattr(self, direction).settings for direction in DIRECTIONS}
 
     def replaced_by(self, other: "BoundaryCodecs") -> "BoundaryCodecs":
-        """Return `other`, with what stays of these, and its state: both codecs if all settings are equal, or
-        the forward one if its settings are."""
+        """Return `other`, but keep the codecs, and so their state, whose settings are equal: both, or the
+        forward one."""
         if self.settings == other.settings:
             return self
         if self.forward.settings != other.forward.settings:

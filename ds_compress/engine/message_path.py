@@ -27,7 +27,7 @@ class MessagePath:
     """Sends and receives what the instructions of one rank do, posts receives, and looks ahead."""
 
     own_link: ClassVar[str | None] = None
-    """The name of what moves packets, where link.mode has no effect."""
+    """Name of the link of an engine that has its own; None: `link.mode` decides."""
 
     def __init__(
         self,

@@ -164,7 +164,7 @@ class Session:
         steps = steps_per_epoch(engine) if self.config.block.warmup_epochs else None
         if steps:
             self.config.count_epochs(steps, engine.global_steps)
-        begun = Step(step, engine, self.stage, self.guard.compares_losses(step))
+        begun = Step(step, engine, self.stage, self.guard.judges(step))
         for part in self.parts:
             part.begin_step(begun)
 

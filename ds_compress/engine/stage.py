@@ -30,7 +30,7 @@ class StepContext(NamedTuple):
 
 
 class Stage:
-    """All traffic of one stage.
+    """All messages of one stage.
 
     A forward message is known by its number among those of its boundary and step, which both sides count
     alike. A backward message has the number of the forward message that it answers: each side remembers which

@@ -90,10 +90,10 @@ class Guard(RuntimePart):
             CompressionError: compression costs more than is allowed, and "action" is "stop".
         """
         step = engine.global_steps + 1
-        self.due = self._on and not self._loads_itself and self.compares_losses(step)
+        self.due = self._on and not self._loads_itself and self.judges(step)
         self.batches = deque(maxlen=count)
         yield
-        if self.compares_losses(engine.global_steps):
+        if self.judges(engine.global_steps):
             self._check_limits(engine, quality())
         if self.due:
             self._check_loss(engine, write, replay)
@@ -114,8 +114,8 @@ class Guard(RuntimePart):
         first = state.get("first_loss")
         self._first_loss = first if type(first) is float and math.isfinite(first) else None
 
-    def compares_losses(self, step: int) -> bool:
-        """Return whether the guard compares losses after that step."""
+    def judges(self, step: int) -> bool:
+        """Return whether the guard judges the messages of that step, and its loss where it can compare it."""
         return self._loses and self._options.is_due(step - self._config.warmup_steps)
 
     def _check_loss(self, engine: Engine, write: Write, replay: Replay) -> None:
@@ -179,7 +179,7 @@ class Guard(RuntimePart):
             self._has_warned = True
 
     def _check_limits(self, engine: Engine, known: Mapping[ChannelKey, MessageQuality]) -> None:
-        """Judge what this replica measured of a step for which `compares_losses` holds; on every rank."""
+        """Judge what this replica measured of a step for which `judges` holds; on every rank."""
         keys = [(number, direction) for number in range(self._boundaries) for direction in DIRECTIONS]
         rows = [known.get(key, LOSSLESS) for key in keys]
         most = torch.tensor(rows, dtype=torch.float64, device=engine.device)

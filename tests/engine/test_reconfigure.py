@@ -235,7 +235,7 @@ def follows():
     for settings in ({}, {"0": {"forward": {**QUANTIZE, "feedback": "ef21"}, "backward": LARGER}}):
         engine.ds_compress.reconfigure(settings)
         engine.train_batch(data)
-        found.append((engine.ds_compress.guard.compares_losses(2), engine.ds_compress.replica_check.every))
+        found.append((engine.ds_compress.guard.judges(2), engine.ds_compress.replica_check.every))
     return found, [line for line in log if "makes messages larger" in line]
 
 
