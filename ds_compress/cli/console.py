@@ -24,10 +24,10 @@ def show(title: str, rows: Sequence[Mapping[str, str]]) -> None:
     table = Table(*columns)
     for row in rows:
         table.add_row(*row.values())
-    wide = Console(width=10_000)
+    console = Console(width=terminal_width(), markup=False, emoji=False)
     print(title)
-    if wide.measure(table).maximum <= terminal_width():
-        Console(width=terminal_width()).print(table)
+    if console.measure(table, options=console.options.update(width=10_000)).maximum <= console.width:
+        console.print(table)
         return
     widest = max(map(len, columns))
     for row in rows:

@@ -107,16 +107,9 @@ def step_time(runs: list[RecordedRun]) -> Figure | None:
     return figure
 
 
-PLOTS: dict[str, tuple[Callable[[list[RecordedRun]], Figure | None], str]] = {
-    "loss": (loss_against_steps, "Training loss against samples seen."),
-    "bytes": (
-        bytes_per_step,
-        "Bytes on the wire in a step, headers included; the dotted line is what uncompressed messages take.",
-    ),
-    "step_time": (
-        step_time,
-        "Stages side by side. Idle time before a message comes is part of wait; the dotted line is "
-        "an estimate of the step without compression, and without the codecs' time.",
-    ),
+PLOTS: dict[str, Callable[[list[RecordedRun]], Figure | None]] = {
+    "loss": loss_against_steps,
+    "bytes": bytes_per_step,
+    "step_time": step_time,
 }
-"""File name, plot and caption."""
+"""Plots by the name of their file."""

@@ -1,14 +1,12 @@
-"""Read runs from what DeepSpeed's monitors wrote: CSV files, TensorBoard events or the summary of W&B."""
+"""Read runs from the CSV files of DeepSpeed's csv_monitor."""
 
 import csv
 import itertools
-import json
 import math
 import re
 import statistics
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ds_compress.config import DIRECTIONS
@@ -17,8 +15,6 @@ from ds_compress.monitor.metrics import GRADIENTS, LOSS_COST, PIPELINE, PREFIX, 
 
 LOSS = "Train/Samples/train_loss"
 FINAL = 5  # losses whose mean is the final loss
-COMMON = r"csv|files|tensorboard|wandb|(offline-)?run-\d+_\d+-\w+"
-"""Names of folders that monitors give to all runs, as a pattern."""
 
 OF_PLACE = rf"Train_Compression_(boundary_\d+|{'|'.join(GRADIENTS)})_(forward|backward|stage_\d+)_(\w+)\.csv"
 """Name of a file with a metric of a channel, or of gradients that a stage exchanges."""
@@ -26,7 +22,8 @@ OF_PLACE = rf"Train_Compression_(boundary_\d+|{'|'.join(GRADIENTS)})_(forward|ba
 RUNNING_TOTALS = "raw_bytes", "wire_bytes", "rounds"
 """Names of the values that begin at 0 when a run goes on from a checkpoint."""
 
-SUMMARY = "wandb-summary.json"
+OTHER_MONITORS = {"TensorBoard": "events.out.tfevents.*", "W&B": "run-*.wandb"}
+"""Patterns of the files of monitors that compare runs themselves."""
 
 Series = list[tuple[int, float]]
 
@@ -37,10 +34,6 @@ class RecordedRun:
 
     name: str
     series: dict[str, Series]
-    wandb_name: str = ""
-    """Name of the run of W&B, which no other run has; empty if there is none."""
-    kinds: set[str] = field(default_factory=set)
-    """Monitors that wrote it, by the names in `READERS`."""
 
     @property
     def boundaries(self) -> int:
@@ -151,38 +144,32 @@ def headline(run: RecordedRun, base: RecordedRun | None) -> str:
 def read_runs(path: Path) -> list[RecordedRun]:
     """Read the runs at `path`, or wherever they are below it.
 
-    What several monitors wrote of one run is one run: its losses and labels are the same. One that cannot
-    be read, or holds no training loss, is skipped with a line on stderr if there are others.
+    One that cannot be read, or holds no training loss, is skipped with a line on stderr if there are others.
 
     Raises:
         CompressionError: there is no run that can be read.
     """
     if not path.exists():
         raise CompressionError(f"report: {path} is not there")
-    places = _places(path)
-    if not places:
+    folders = sorted({file.parent for file in path.rglob(_file(LOSS))})
+    if not folders:
+        found = [monitor for monitor, files in OTHER_MONITORS.items() if any(path.rglob(files))]
+        but = f", but files of {' and '.join(found)}" if found else ""
         raise CompressionError(
-            f"report: {path} holds no run; allowed: a folder of DeepSpeed's csv_monitor or of TensorBoard, "
-            f"one of an online W&B run with files/{SUMMARY}, or a folder with such folders; the .wandb file "
-            "of an offline run is no longer read: switch csv_monitor on beside W&B"
+            f'report: {path} holds no CSV files of a run{but}; switch "csv_monitor" on in ds_config.json, '
+            "beside TensorBoard or W&B, which compare runs themselves"
         )
     runs: list[RecordedRun] = []
     unusable: list[CompressionError] = []
-    for place, kind in places:
+    for folder in folders:
         try:
-            series = {name: _join(name, own) for name, own in READERS[kind](place).items()}
-            if not series.get(LOSS):
-                raise CompressionError(f"report: {place} holds no {LOSS}: the run wrote no step")
+            series = {name: _join(name, own) for name, own in _read(folder).items()}
+            if not series[LOSS]:
+                raise CompressionError(f"report: {folder} holds no {LOSS}: the run wrote no step")
         except CompressionError as error:
             unusable.append(error)
             continue
-        run = next((run for run in runs if kind not in run.kinds and _is_same(run.series, series)), None)
-        if run is None:
-            run = RecordedRun(_name(path, path if len(places) == 1 else place), series)
-            runs.append(run)
-        run.kinds.add(kind)
-        if kind == "wandb":
-            run.wandb_name = place.name
+        runs.append(RecordedRun(_name(path, path if len(folders) == 1 else folder), series))
     if not runs:
         raise unusable[0]
     for reason in unusable:
@@ -204,50 +191,16 @@ def _join(name: str, written: Series) -> Series:
     return found
 
 
-def _places(path: Path) -> list[tuple[Path, str]]:
-    """Return folders and files that hold a run, and which monitor wrote each."""
-    csv_folders = {file.parent for file in path.rglob(_file(LOSS))}
-    event_folders = {file.parent for file in path.rglob("events.out.tfevents.*")}
-    return [
-        *((folder, "csv") for folder in sorted(csv_folders)),
-        *((folder, "tensorboard") for folder in sorted(event_folders)),
-        *((_wandb_run(file), "wandb") for file in sorted(path.rglob(f"files/{SUMMARY}"))),
-    ]
+def _name(path: Path, folder: Path) -> str:
+    """Name the run in `folder` after the folders below `path`, leaving out "csv", which every run has.
 
-
-def _wandb_run(summary: Path) -> Path:
-    """Return a path below the folder of a W&B run that ends in its name: run-20261122_000000-ID/run-ID."""
-    folder = summary.resolve().parents[1]
-    return folder / f"run-{folder.name.rpartition('-')[2]}"
-
-
-def _is_same(one: dict[str, Series], other: dict[str, Series]) -> bool:
-    """Return whether two monitors wrote these of one run.
-
-    TensorBoard keeps 24 bits of a value, and a summary of W&B the last value alone.
+    If none is left, use the last part of `folder`.
     """
-    sent, sizes = label("wire_bytes", 0, "forward"), {len(own[LOSS]) for own in (one, other)}
-    if (sent in one) != (sent in other) or (len(sizes) > 1 and 1 not in sizes):
-        return False
-    pairs = zip(*(own[LOSS][-min(sizes) :] for own in (one, other)))
-    return all(a[0] == b[0] and _is_close(a[1], b[1]) for a, b in pairs)
-
-
-def _is_close(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=1e-6) or (math.isnan(one) and math.isnan(other))
-
-
-def _name(path: Path, place: Path) -> str:
-    """Name the run at `place` after the folders below `path`, leaving out those that every run has.
-
-    If none is left, use the last part of `place`.
-    """
-    parts = [part for part in place.resolve().parts if not re.fullmatch(COMMON, part)]
-    above = [part for part in path.resolve().parts if not re.fullmatch(COMMON, part)]
+    parts, above = ([part for part in each.resolve().parts if part != "csv"] for each in (folder, path))
     return "/".join(parts[len(above) :]) or parts[-1]
 
 
-def _read_csv(folder: Path) -> dict[str, Series]:
+def _read(folder: Path) -> dict[str, Series]:
     """Read a file per label. DeepSpeed replaces / by _, so only labels of a known form are found."""
     known = {name: _file(name) for name in (LOSS, *map(label, (*PIPELINE, LOSS_COST)))}
     for file in folder.glob("Train_Compression_*.csv"):
@@ -270,35 +223,3 @@ def read_series(file: Path) -> Series:
     with failures_at(f"report: {file} is not lines of a step and a value"):
         lines = csv.reader(whole.splitlines())
         return [(int(samples), float(value)) for samples, value in lines if samples != "step"]
-
-
-def _read_tensorboard(folder: Path) -> dict[str, Series]:
-    try:
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    except ImportError as error:
-        raise CompressionError(f"report: {folder}: {error}; install tensorboard") from None
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    names = events.Tags()["scalars"]
-    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in names}
-
-
-def _read_wandb(place: Path) -> dict[str, Series]:
-    """Read the last value of each label from the summary that an online run of W&B leaves in its folder."""
-    file = place.parent / "files" / SUMMARY
-
-    def is_number(value: object) -> bool:
-        return isinstance(value, (int, float)) or value in ("NaN", "Infinity", "-Infinity")
-
-    text = file.read_text(errors="replace")
-    with failures_at(f"report: {file} is no summary of W&B"):
-        found = json.loads(text)
-        step = int(found["_step"])
-        values = {name: float(value) for name, value in found.items() if is_number(value)}
-    return {name: [(step, value)] for name, value in values.items()}
-
-
-READERS: dict[str, Callable[[Path], dict[str, Series]]] = {
-    "csv": _read_csv,
-    "tensorboard": _read_tensorboard,
-    "wandb": _read_wandb,
-}

@@ -1,6 +1,5 @@
 """Run trainings on two hosts, one after the other, for net.py."""
 
-import csv
 import json
 import os
 import re
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_compress.cli.runs import read_series
 from ds_compress.config import DIRECTIONS
 
 LAUNCH = Path(__file__).resolve().parents[1]
@@ -188,5 +188,4 @@ def stage_times(log: list[str]) -> list[dict[str, float]]:
 
 def read(file: Path) -> list[float]:
     """Read the values of a file of DeepSpeed's CSV monitor."""
-    with open(file, newline="") as lines:
-        return [float(value) for samples, value in csv.reader(lines) if samples != "step"]
+    return [value for _, value in read_series(file)]

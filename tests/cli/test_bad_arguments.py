@@ -73,16 +73,10 @@ LOSS = "Train_Samples_train_loss.csv"
         (LOSS, "\x00\x01\udcff\udcfe"),
         (LOSS, ""),
         (f"{label('wire_bytes', 0, 'forward').replace('/', '_')}.csv", "step,wire_bytes\nx,1\n"),
-        ("files/wandb-summary.json", ""),
-        ("files/wandb-summary.json", "[]"),
-        ("files/wandb-summary.json", '{"_step": null, "Train/Samples/train_loss": 1.0}'),
     ],
 )
 def test_a_damaged_run_is_named(name, content, tmp_path, capsys):
     write_csv(tmp_path, "Train/Samples/train_loss", [(1, 2.0)])
-    (tmp_path / "files").mkdir()
-    if name.startswith("files"):
-        (tmp_path / LOSS).unlink()
     (tmp_path / name).write_text(content, errors="surrogateescape")
     assert str(tmp_path) in refusal(["report", str(tmp_path), "--out", str(tmp_path / "out")], capsys)
 

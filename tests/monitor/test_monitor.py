@@ -57,15 +57,18 @@ def train_and_count(stages, config):
     return {"losses": losses, "weights": pipeline.weights(engine), "counted": counted, "summary": summary}
 
 
-def charts(folder):
-    """All labels in the charts of TensorBoard's "Custom Scalars" page, as its plugin reads them."""
+def read_tensorboard(folder):
+    """Series by label, and labels in the charts of the "Custom Scalars" page, as its plugin reads them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.custom_scalar import layout_pb2
 
     events = EventAccumulator(str(folder)).Reload()
+    names = events.Tags()["scalars"]
+    series = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in names}
     (config,) = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val
     layout = layout_pb2.Layout.FromString(config)
-    return [tag for category in layout.category for chart in category.chart for tag in chart.multiline.tag]
+    charts = [chart for category in layout.category for chart in category.chart]
+    return series, [tag for chart in charts for tag in chart.multiline.tag]
 
 
 @pytest.mark.parametrize("stages", [2, 4])
@@ -79,8 +82,9 @@ def test_sinks_hold_what_the_channels_counted(stages, tmp_path, monkeypatch):
     first_replica = ranks[::replicas]
     samples = [step * MICRO_BATCH * MICRO_BATCHES * replicas for step in range(1, STEPS + 1)]
     wandb_series, settings, _ = read_offline(tmp_path)
-    found = {sink: read_run(tmp_path / sink).series for sink in ("csv", "tensorboard")}
-    found["wandb"] = wandb_series
+    tensorboard_series, charted = read_tensorboard(tmp_path / "tensorboard")
+    csv_series = read_run(tmp_path / "csv").series
+    found = {"csv": csv_series, "tensorboard": tensorboard_series, "wandb": wandb_series}
     places = list(itertools.product(range(stages - 1), DIRECTIONS))
     measured = ("encode_ms", "decode_ms", "relative_error", "send_ms", "wait_ms", "cosine")
     positive = [*map(label, PIPELINE), *(label(name, *place) for name in measured for place in places)]
@@ -99,7 +103,7 @@ def test_sinks_hold_what_the_channels_counted(stages, tmp_path, monkeypatch):
             for name in ("residual_norm", "residual_share"):  # ef keeps one, ef21 does not
                 assert (rows[name][-1] > 0) == (direction == "backward")
     ours = {name for name in found["tensorboard"] if name.startswith("Train/Compression/")}
-    assert set(charts(tmp_path / "tensorboard")) == ours
+    assert set(charted) == ours
     assert settings["ds_compress"]["forward"]["name"] == "quantize"
     total = sum(sum(wire for _, wire in rank["counted"][-1].values()) for rank in first_replica)
     assert f"{total / 1e3:,.2f} kB sent instead of" in ranks[0]["summary"] and "waited" in ranks[0]["summary"]
