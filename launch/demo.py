@@ -116,8 +116,8 @@ def read_progress(folder: Path) -> tuple[int, dict[str, str]]:
         return 0, {}
     losses = run.series[LOSS]
     values = {"loss": f"{losses[-1][1]:.3f}"}
-    raw, wire = (series[-1][1] if series else 0 for series in map(run.total, ("raw_bytes", "wire_bytes")))
-    if raw and wire:
+    raw, wire = map(run.last_total, ("raw_bytes", "wire_bytes"))
+    if wire > 0:
         values |= {
             "ratio": f"{raw / wire:.2f}x",
             "saved": f"{round((raw - wire) / 1e9, 3) + 0.0:.3f} GB",

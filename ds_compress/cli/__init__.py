@@ -4,11 +4,10 @@ import argparse
 import os
 import sys
 
-from ds_compress.cli import advise, bench, check, doctor, listing, merge, reference, report
+from ds_compress.cli import advise, bench, check, doctor, listing, merge, reference, replica_store, report
 from ds_compress.cli.arguments import Parser
 from ds_compress.errors import CompressionError
 from ds_compress.registry import plugins
-from ds_compress.sites import command as replica_store
 from ds_compress.version import __version__
 
 COMMANDS = {

@@ -54,22 +54,15 @@ def shape(text: str) -> tuple[int, ...]:
 
 def integer(least: int, most: int) -> Callable[[str], int]:
     """Return the type of an argument that counts."""
-
-    def parse(text: str) -> int:
-        number = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else -1
-        if not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"{shown(text)} is not allowed: should be {least} to {most}")
-        return number
-
-    return parse
+    return number(least, most, int)
 
 
-def number(least: float, most: float) -> Callable[[str], float]:
-    """Return the type of an argument that measures."""
+def number(least: float, most: float, kind: Callable[[str], Any] = float) -> Callable[[str], Any]:
+    """Return the type of an argument that measures; `kind` reads its text."""
 
-    def parse(text: str) -> float:
+    def parse(text: str) -> Any:
         try:
-            value = float(text)
+            value = kind(text)
         except ValueError:
             value = math.nan
         if not least <= value <= most:  # nan is not

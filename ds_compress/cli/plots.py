@@ -32,10 +32,11 @@ def _axes(title: str, x: str, y: str) -> tuple[Figure, Any]:
 
 def loss_against_steps(runs: list[RecordedRun]) -> Figure | None:
     figure, axes = _axes("Training loss", "samples", "loss")
-    for number, run in enumerate(runs):
-        axes.plot(*zip(*run.series[LOSS]), color=f"C{number}")
+    for run in runs:
+        axes.plot(*zip(*run.series[LOSS]))
     # as `label=` of a line, a name that begins with _ is left out
-    axes.legend(axes.lines, [_literal(run.name) for run in runs])
+    for text in axes.legend(axes.lines, [run.name for run in runs]).get_texts():
+        text.set_parse_math(False)
     return figure
 
 
@@ -73,12 +74,7 @@ def _name_bars(axes: Any, names: list[str]) -> None:
     if is_crowded:
         axes.figure.set_figheight(SIZE[1] + LINE * widest)
     turn = 90 if is_crowded else 0
-    axes.set_xticks(range(len(names)), map(_literal, names), fontsize="small", rotation=turn)
-
-
-def _literal(name: str) -> str:
-    """Return `name` such that matplotlib shows it as it is, and not as a formula between dollar signs."""
-    return name.replace("$", r"\$")
+    axes.set_xticks(range(len(names)), names, fontsize="small", rotation=turn, parse_math=False)
 
 
 def step_time(runs: list[RecordedRun]) -> Figure | None:

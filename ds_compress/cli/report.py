@@ -39,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
         f"loss: the mean of the last {FINAL}; MB sent: by one replica; ms uncompressed: estimated",
         table(runs),
     )
-    print("\n".join(["", *headlines(runs)]))
+    base = find_baseline(runs)
+    print("\n".join(["", *(headline(run, base) for run in runs)]))
     if files:
         print(f"wrote {', '.join(map(str, files))}")
     return 0
@@ -63,15 +64,14 @@ def draw(runs: list[RecordedRun], folder: Path) -> list[Path]:
 def summarize(run: RecordedRun) -> dict[str, float]:
     """Compute the loss (mean of the last values), bytes on the wire, ratio and median step of a run; nan
     where unknown."""
-    sent, rounds, gradients = run.total("wire_bytes"), run.rounds(), dict[str, float]()
+    rounds, gradients = run.rounds(), dict[str, float]()
     for kind, of_what in GRADIENTS.items():
-        wire = run.total("wire_bytes", kind)
-        gradients[f"MB {of_what}"] = wire[-1][1] / 1e6 if wire else math.nan
+        gradients[f"MB {of_what}"] = run.last_total("wire_bytes", kind) / 1e6
         gradients[f"ratio {of_what}"] = run.bytes_ratio(kind)
     return {
         "steps": len(run.series[LOSS]),
         "loss": run.final_loss,
-        "MB sent": sent[-1][1] / 1e6 if sent else math.nan,
+        "MB sent": run.last_total("wire_bytes") / 1e6,
         "ratio": run.bytes_ratio(),
         **gradients,
         "rounds": rounds.get("rounds", math.nan),
@@ -79,12 +79,6 @@ def summarize(run: RecordedRun) -> dict[str, float]:
         "ms/step": run.median("step_ms"),
         "ms uncompressed": run.median("uncompressed_step_ms"),
     }
-
-
-def headlines(runs: list[RecordedRun]) -> list[str]:
-    """Return a line for each run, against the first of them that compressed nothing."""
-    base = find_baseline(runs)
-    return [headline(run, base) for run in runs]
 
 
 def table(runs: list[RecordedRun]) -> list[dict[str, str]]:

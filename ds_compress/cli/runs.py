@@ -47,6 +47,11 @@ class RecordedRun:
         shared = set.intersection(*map(set, values)) if values else set()
         return [(samples, sum(each[samples] for each in values)) for samples in sorted(shared)]
 
+    def last_total(self, name: str, kind: str = "") -> float:
+        """Return the last value of `total`, which is that of the whole run; nan where it wrote none."""
+        series = self.total(name, kind)
+        return series[-1][1] if series else math.nan
+
     def _everywhere(self, name: str, kind: str) -> list[Series]:
         """Return the series of a value of all channels, or with a `kind` of all stages."""
         places = rf"{kind}/stage_\d+" if kind else rf"boundary_\d+/({'|'.join(DIRECTIONS)})"
@@ -54,9 +59,8 @@ class RecordedRun:
 
     def bytes_ratio(self, kind: str = "") -> float:
         """Return raw over wire bytes of the whole run, of what `total` sums; nan where it wrote none."""
-        totals = [self.total(name, kind) for name in ("raw_bytes", "wire_bytes")]
-        raw, wire = (series[-1][1] if series else math.nan for series in totals)
-        return raw / wire if wire > 0 else math.nan
+        wire = self.last_total("wire_bytes", kind)
+        return self.last_total("raw_bytes", kind) / wire if wire > 0 else math.nan
 
     def rounds(self) -> dict[str, float]:
         """Return what rounds of replicas that are launched apart were like; empty if there were none.
@@ -76,7 +80,7 @@ class RecordedRun:
             "rounds": counts[-1][1],
             "members_least": min(members),
             "members_most": max(members),
-            "mb": self.total("wire_bytes", "replicas")[-1][1] / counts[-1][1] / 1e6,
+            "mb": self.last_total("wire_bytes", "replicas") / counts[-1][1] / 1e6,
             "seconds": max(statistics.median(s for at, s in own if at in samples) for own in times),
         }
 
@@ -163,13 +167,9 @@ def read_runs(path: Path) -> list[RecordedRun]:
     unusable: list[CompressionError] = []
     for folder in folders:
         try:
-            series = {name: _join(name, own) for name, own in _read(folder).items()}
-            if not series[LOSS]:
-                raise CompressionError(f"report: {folder} holds no {LOSS}: the run wrote no step")
+            runs.append(RecordedRun(_name(path, path if len(folders) == 1 else folder), _read(folder)))
         except CompressionError as error:
             unusable.append(error)
-            continue
-        runs.append(RecordedRun(_name(path, path if len(folders) == 1 else folder), series))
     if not runs:
         raise unusable[0]
     for reason in unusable:
@@ -202,12 +202,13 @@ def _name(path: Path, folder: Path) -> str:
 
 def _read(folder: Path) -> dict[str, Series]:
     """Read a file per label. DeepSpeed replaces / by _, so only labels of a known form are found."""
-    known = {name: _file(name) for name in (LOSS, *map(label, (*PIPELINE, LOSS_COST)))}
-    for file in folder.glob("Train_Compression_*.csv"):
-        if match := re.fullmatch(OF_PLACE, file.name):
-            known["/".join([PREFIX, *match.groups()])] = file.name
-    files = {name: folder / file for name, file in known.items()}
-    return {name: read_series(file) for name, file in files.items() if file.exists()}
+    matches = [re.fullmatch(OF_PLACE, file.name) for file in folder.iterdir()]
+    of_places = ["/".join([PREFIX, *match.groups()]) for match in matches if match]
+    files = {name: folder / _file(name) for name in (LOSS, *map(label, (*PIPELINE, LOSS_COST)), *of_places)}
+    series = {name: _join(name, read_series(file)) for name, file in files.items() if file.exists()}
+    if not series[LOSS]:
+        raise CompressionError(f"report: {folder} holds no {LOSS}: the run wrote no step")
+    return series
 
 
 def _file(name: str) -> str:

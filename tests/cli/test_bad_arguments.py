@@ -34,6 +34,7 @@ BAD = [
     *each(CHECK, ("--stages",), COUNTS),
     *each(CHECK, ("--shape",), [",".join(["9" * 9] * 9)]),
     *each(CHECK, ("--dtype",), ["int8"]),
+    *each(["replica-store"], ("--port",), ["-1", "65536", "x"]),
     *each(CHECK, ("--replicas", "--parameters", "--no-such-option"), ["2"]),
     [*ADVISE, "--recipe", "DS_CONFIG", "DS_CONFIG"],
     *([CHECK[0], path, *CHECK[2:]] for path in (".", "no_such_file.json")),

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ds_compress.cli import main
-from ds_compress.cli.report import headlines, summarize
-from ds_compress.cli.runs import LOSS, headline, read_runs
+from ds_compress.cli.report import summarize
+from ds_compress.cli.runs import LOSS, find_baseline, headline, read_runs
 from ds_compress.config import DIRECTIONS
 from ds_compress.monitor.metrics import exchange_label, label
 from tests.support.launch_scripts import read_run, write_csv
@@ -218,8 +218,7 @@ def test_names_are_shown_as_they_are(tmp_path):
     figures = [plot(found) for plot in PLOTS.values()]
     for figure in figures:
         figure.savefig(tmp_path / "picture.png")
-    shown = [text.get_text().replace(r"\$", "$") for text in figures[0].axes[0].get_legend().get_texts()]
-    assert shown == names
+    assert [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()] == names
     for figure in figures[1:]:
         boxes = [text.get_window_extent() for text in figure.axes[0].get_xticklabels()]
         assert all(one.x1 <= next_one.x0 + 1 for one, next_one in itertools.pairwise(boxes))
@@ -238,11 +237,13 @@ def test_without_matplotlib_there_is_still_text(tmp_path, capsys, monkeypatch):
 def test_headlines(tmp_path, capsys):
     """The bytes, the price and the gain of each run against the one that compressed nothing."""
     found = [read_run(path) for path in map(Path, runs(tmp_path))]
-    by_name = dict(zip([run.name for run in found], headlines(found)))
+    base = find_baseline(found)
+    by_name = {run.name: headline(run, base) for run in found}
     assert by_name["topk"] == "topk: 10x fewer bytes, +0.200 loss, 1.00x steps/s against none"
     assert by_name["<quantize>"] == "<quantize>: 4x fewer bytes, +0.010 loss, 1.00x steps/s against none"
     assert by_name["none"].startswith("none: messages uncompressed, loss 1.0")
-    assert headlines(found[1:2])[0].startswith("topk: 10x fewer bytes, loss 1.2")
+    assert find_baseline(found[1:]) is None
+    assert headline(found[1], None).startswith("topk: 10x fewer bytes, loss 1.2")
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
     assert by_name["topk"] in capsys.readouterr().out
 

@@ -8,21 +8,20 @@ from contextlib import suppress
 
 from torch.distributed import TCPStore
 
+from ds_compress.cli.arguments import integer
 from ds_compress.config.replicas import STORE
-from ds_compress.errors import CompressionError, failures_at
+from ds_compress.errors import failures_at
 
 HELP = "serve the store through which sites exchange weights"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--port", type=int, required=True, help="port that all sites can reach; 0: any free one"
+        "--port", type=integer(0, 65535), required=True, help="port that all sites can reach; 0: any free one"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    if not 0 <= args.port < 2**16:
-        raise CompressionError(f"--port: {args.port} is not allowed; allowed: 0 to 65535")
     # strangers that connect and stay must not use up what replicas need
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
