@@ -10,6 +10,7 @@ Each rank writes one safetensors file into the folder of the tag:
 The first layer behind a boundary identifies it, so its state is found even if the stages have changed. Both
 sides restore their state if both find it in files of the loaded step with equal settings, and if their
 mirrored state is equal, compared by hash. Otherwise both start from zero, and rank 0 logs which and why.
+So do boundaries round a stage without layers, which have the same first layer behind them.
 Replica r reads what replica r wrote. `load_module_only` restores nothing.
 
 Settings that changed during training, and the state of each part of the runtime, are restored if all ranks
@@ -163,8 +164,12 @@ def load(session: Any, root: Path, tag: str, restore: bool) -> None:
     rank, sides = _rank_in_job(engine), session.path.sides()
     if restore:
         _load_state(session, root, tag, rank)
+    layers = [side.layer for side in sides]  # a stage without layers has the same before and after it
     found = [
-        load_side(root, tag, rank, side, engine.global_steps) if restore else Found(ABSENT) for side in sides
+        load_side(root, tag, rank, side, engine.global_steps, layers.count(side.layer) > 1)
+        if restore
+        else Found(ABSENT)
+        for side in sides
     ]
     rows = torch.full((MOST_SIDES, Verdict.WIDTH), -1, dtype=torch.int64, device="cpu")
     for row, side, its in zip(rows, sides, found):

@@ -23,13 +23,14 @@ from ds_compress.message.channel import Boundary
 
 SIDES = ("upstream", "downstream")
 MOST_SIDES = 4  # of a rank: DualPipeV gives it two stages
-RESTORED, ABSENT, CHANGED, UNREADABLE, UNFIT, DIFFERENT = range(6)
+RESTORED, ABSENT, CHANGED, UNREADABLE, UNFIT, DIFFERENT, SHARED = range(7)
 REASONS = {
     ABSENT: "the checkpoint has none for both sides",
     CHANGED: "its settings have changed",
     UNREADABLE: "its file is damaged or cannot be read",
     UNFIT: "its entries do not fit its settings",
     DIFFERENT: "the two sides do not have the same",
+    SHARED: "a stage has no layers, so two boundaries are at one",
 }
 OF_GRADIENTS = REASONS | {
     ABSENT: "the checkpoint has none",
@@ -95,10 +96,16 @@ def gradients_key(kind: str) -> str:
     return f"{kind}/gradients"
 
 
-def load_side(root: Path, tag: str, rank: Rank, side: Side, step: int) -> Found:
-    """Search the files of checkpoint `tag` for `side`; without state there is nothing to restore."""
+def load_side(root: Path, tag: str, rank: Rank, side: Side, step: int, is_shared: bool = False) -> Found:
+    """Search the files of checkpoint `tag` for `side`; without state there is nothing to restore.
+
+    Args:
+        is_shared: whether another boundary is at the same layer, so that files cannot tell them apart.
+    """
     if not side.has_state:
         return Found(RESTORED)
+    if is_shared:
+        return Found(SHARED)
     return _search(rank.shards(Path(root, tag)), side.key, side.settings, step, side.boundary.check)
 
 

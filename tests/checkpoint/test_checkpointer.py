@@ -9,8 +9,11 @@ import re
 import resource
 from unittest import mock
 
+import deepspeed
 import pytest
 import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
 from ds_compress.checkpoint import checkpointer
 from ds_compress.checkpoint.search import ABSENT, CHANGED, DIFFERENT, RESTORED, UNREADABLE, Verdict
@@ -234,6 +237,38 @@ def test_tensor_parallel_ranks_decide_together():
     for status in (ABSENT, UNREADABLE):
         assert Verdict([*rows[:3], [4, 0, 1, 1, status, 0]]).status == {(4, 0): status}
     assert Verdict([*rows[:3], [4, 0, 1, 1, RESTORED, 12]]).status == {(4, 0): DIFFERENT}
+
+
+class EmptyStage(PipelineModule):
+    """Of three stages, the one in the middle has no layers."""
+
+    def _partition_layers(self, method):
+        self.parts = [0, 2, 2, 4]
+        self._set_bounds(*self.parts[self.stage_id : self.stage_id + 2])
+
+
+def load_with_an_empty_stage(folder):
+    """What the first sender remembers before a checkpoint and after it was loaded, and what is logged."""
+    topology = PipeDataParallelTopology(num_pp=3, num_dp=1)
+    module = EmptyStage(pipeline.layers(4), loss_fn=pipeline.loss_fn, topology=topology)
+    parameters = [{"params": list(module.parameters())}]  # torch takes an empty list in a group alone
+    given = {"config": ds_config(STATEFUL), "model_parameters": parameters}
+    engine, lines = deepspeed.initialize(model=module, **given)[0], log_lines()
+    engine.train_batch(batches())
+    engine.save_checkpoint(str(folder), tag="saved")
+    saved = channel_state(engine)
+    engine.load_checkpoint(str(folder), tag="saved")
+    return saved, channel_state(engine), lines
+
+
+def test_boundaries_round_a_stage_without_layers_start_from_zero(tmp_path):
+    """Both are at one layer, and the second one got the residuals of the first, without a word."""
+    first, *others = run_ranks(3, load_with_an_empty_stage, tmp_path)
+    assert all(saved and not loaded for saved, loaded, _ in (first, *others))
+    said = "a stage has no layers, so two boundaries are at one (layer 2, replica 0)"
+    assert [line for line in first[2] if "starts from zero" in line] == [
+        f"ds_compress: {tmp_path}/saved: state of channels starts from zero: {said}"
+    ]
 
 
 def save_where_one_rank_fails(ds_config, folder, failing, fault):
