@@ -102,7 +102,7 @@ def _first_connections(stage: Stage, engine: Any, uses: Sequence[str]) -> dict[t
     for boundary, neighbour in ((stage.before, engine.prev_stage), (stage.after, engine.next_stage)):
         if boundary is not None:
             neighbours[boundary.number % 2] = engine.grid.stage_to_global(neighbour)
-    in_order = [(parity, use) for parity in sorted(neighbours) for use in sorted(uses)]
+    in_order = [(parity, use) for parity in sorted(neighbours) for use in uses]
     wanted = [(sorted([engine.global_rank, neighbours[parity]]), 1) for parity, _ in in_order]
     return dict(zip(in_order, connect(wanted, seconds)))
 

@@ -61,7 +61,7 @@ class ParameterExchange:
             has_checksum: whether packets carry a checksum.
         """
         self._replicas = replicas
-        self._codec = SliceCodec(codec, seed, has_checksum, replicas.stage, use=1)
+        self._codec = SliceCodec(codec, seed, has_checksum, replicas.stage)
         self._bucket_numel = max(1, bucket_bytes // 4)
         self._sent = sent
         self._plans: dict[int, list[_Bucket]] = {}
@@ -142,7 +142,7 @@ class ParameterExchange:
                     own = Slice(next(numbers), owner, spec, rows)
                     bucket[-1].append(_Part(start, numel, own, self._codec.layout(own).nbytes))
             buckets.append(bucket)
-        return [bucket for bucket in buckets if any(bucket)]
+        return buckets
 
 
 def _raw(packet: Tensor, like: Tensor) -> Tensor:

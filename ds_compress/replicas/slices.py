@@ -120,17 +120,16 @@ class SliceCodec:
         seed: int,
         has_checksum: bool,
         stage: int,
-        use: int = 0,
         content: str = "gradients",
     ):
-        """Two codecs of one seed draw different random bits if `stage` or `use` (0 or 1) differs.
+        """Two codecs of one seed draw different random bits if `stage` differs.
 
         Args:
             content: of packets, for errors.
         """
         self._content = content
         self.codec = codec
-        self._position = -1 - 2 * stage - use  # tensors of messages between stages have positions from 0
+        self._position = -1 - 2 * stage  # tensors of messages between stages have positions from 0
         self._seed = seed
         self._has_checksum = has_checksum
         self._layouts: dict[tuple[TensorSpec, RowSpan | None], PacketLayout] = {}
