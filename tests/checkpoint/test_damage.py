@@ -5,6 +5,7 @@ import os
 import random
 import re
 import resource
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,11 @@ from ds_compress.checkpoint import search
 from ds_compress.checkpoint.checkpointer import entries_of
 from ds_compress.checkpoint.file import StateFile, write
 from ds_compress.checkpoint.search import ABSENT, CHANGED, RESTORED, UNFIT, UNREADABLE, Found, Rank, Side
+from ds_compress.codec import TensorSpec
 from ds_compress.config import Config
+from ds_compress.config.replicas import ReplicasOptions, build_replica_codec
 from ds_compress.message.channel import Boundary
+from ds_compress.replicas.slices import GRADIENT, Slice, SliceCodec
 from tests.checkpoint.damaged_files import damaged, opened, signed
 
 RANK, STEP, EXACT = Rank(1, 0, 0), 7, Config({}).checkpoint_codec
@@ -163,6 +167,24 @@ def test_entries_that_do_not_fit(saved, path, key, value, logged, caplog):
     expected = {s.key: UNFIT if s.key == side else RESTORED for s in saved[0]}
     assert [each.status for each in found(saved)] == [*expected.values()]
     assert re.search(logged, caplog.text), caplog.text
+
+
+def test_residuals_of_gradients_that_do_not_fit(tmp_path, caplog):
+    """As of boundaries: they would have been noticed where the next gradient is encoded."""
+    options = ReplicasOptions(codec=QUANTIZE, feedback="loco")
+    codec = SliceCodec(build_replica_codec(options, "replicas"), 1, True, 0)
+    own = Slice(0, 0, TensorSpec((4096,), torch.float32))
+    packet = torch.zeros(codec.layout(own).nbytes, dtype=torch.uint8)
+    codec.encode(own, torch.randn(4096), packet, GRADIENT, 0, 0)
+    traffic = SimpleNamespace(kind="replicas", settings={"of": "this run"}, codec=codec)
+    key, file = search.gradients_key("replicas"), RANK.path(tmp_path / "b")
+    file.parent.mkdir()
+    (scales,) = (name for name in own.memory if name.endswith(".scales"))
+    for memory, status in ((own.memory, RESTORED), ({**own.memory, scales: torch.zeros(3)}, UNFIT)):
+        settings = {key: traffic.settings}
+        write(file, entries_of({key: {0: memory}}), EXACT, version="0.4", step=STEP, settings=settings)
+        assert search.load_gradients(tmp_path, "b", RANK, traffic, STEP).status == status
+    assert f"{file} does not fit" in caplog.text
 
 
 def test_other_steps_and_settings_are_as_before(saved, path):

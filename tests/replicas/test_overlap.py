@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.calls import nothing, wrapped
 from tests.support.pipeline import Block, batches, build, ds_config
 from tests.support.ranks import run_ranks
+from tests.support.refusals import refusal
 from tests.support.replicas import MIXTURE, WIDE, Alternating, digest, tied_layers
 
 WIDTH = 192
@@ -21,6 +22,13 @@ class Recomputed(Block):
         for _ in range(2):
             x = checkpoint(super().forward, x, use_reentrant=True)
         return x
+
+
+class RecomputedLater(Recomputed):
+    recomputes = False
+
+    def forward(self, x):
+        return super().forward(x) if self.recomputes else Block.forward(self, x)
 
 
 class TwoDtypes(Block):
@@ -111,7 +119,7 @@ def test_overlap_changes_nothing_but_the_time(kind, stages, replicas):
     started = [found for _, found in ours]
     buckets = 3 if stages == 1 else 2
     own = started[-1][::2]  # at the end of the last pass, not in the reduction; a replica of the last stage
-    if kind == "usual":  # the first step shows how often a pass gives a gradient
+    if kind in ("usual", "frozen later"):  # the first step shows how often a pass gives a gradient
         assert own == [0, buckets, buckets, buckets]
     elif kind == "recomputed":
         assert own == [0] * 4
@@ -138,6 +146,25 @@ def test_bf16_optimizer_overlaps_too(codec, kind, immediate, stages, replicas):
     if kind == "usual":
         buckets = 3 if stages == 1 else 2
         assert results[0][-1][1][::2] == [0, buckets, buckets, buckets]
+
+
+def repeated(config, from_start):
+    """What a rank is told whose last layer begins to be recomputed; each matrix is a bucket of its own."""
+    engine = build(1, config, [LayerSpec(Block, 2 * WIDTH), LayerSpec(RecomputedLater, 2 * WIDTH)])
+    data, layer = batches(shape=(8, 2 * WIDTH)), engine.module.forward_funcs[1]
+    layer.recomputes = from_start
+    for _ in range(2):
+        engine.train_batch(data)
+    layer.recomputes = True
+    return None if from_start else refusal(engine.train_batch, data)
+
+
+@pytest.mark.parametrize("from_start", [True, False])
+def test_a_gradient_that_comes_after_its_average_was_sent_is_refused(from_start):
+    """If a pass of the first step has given it twice, it is sent after the last pass."""
+    block = {"replicas": {"codec": {"name": "quantize", "bits": 4}, "bucket_mb": 1}}
+    for said in run_ranks(2, repeated, ds_config(block, replicas=2), from_start):
+        assert from_start or "after its last one had been sent; set ds_compress.replicas.overlap" in said
 
 
 def steps_of_tied(config):
@@ -191,4 +218,4 @@ def test_gradients_leave_after_the_hooks_of_a_program(changes, make):
     options = {"codec": {"name": "quantize", "bits": 4}, "bucket_mb": 1}
     ours, whole = both_ways(1, 2, options, [Block] * 4, make, **changes)
     assert digests_of(ours) == digests_of(whole)
-    assert [started[-1] for _, started in ours] == [3, 3]
+    assert [started[-2] for _, started in ours] == [3, 3], "at the end of the last pass, not in the reduction"

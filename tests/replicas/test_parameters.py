@@ -104,7 +104,7 @@ def gathered(bucket_bytes):
     ends = itertools.accumulate(sizes, initial=0)
     places = enumerate(zip(ends, sizes))
     ranges = [Range(start, n, None if n == 333 else at, 100) for at, (start, n) in places]
-    flat = torch.zeros(-(-sum(sizes) // 12) * 12)  # padded
+    flat = torch.zeros(-(-sum(sizes) // 12) * 12, dtype=torch.bfloat16)  # padded
     for step in range(2):
         new = torch.randn(flat.numel(), generator=generator)
         exchange.gather(flat, new.chunk(replicas.size)[replicas.rank], ranges, step)

@@ -51,13 +51,10 @@ def test_a_link_with_little_in_flight_is_slow_by_itself():
     )
 
 
-@pytest.mark.parametrize("left, numbers", [(math.inf, [1, 4, 16, 64, 64]), (15, [1, 4, 16, 4]), (0, [1, 1])])
-def test_one_number_that_was_unlucky_ends_nothing(left, numbers, monkeypatch):
-    """At .05 % lost, 4 was chosen by 42.6, 48.2 and 34.1 Mbit/s with 1, 4 and 16; 64 gave 102. With too few
-    files, 64 ended a job that ran well with 16."""
-    given = iter(rows(FAR, 5.3, 6, 4.3, 12.8).values())
-    probed = []
-    monkeypatch.setattr(connections, "_probe", lambda stage, device: next(given))
+def probed_over(given, left, monkeypatch, ends=()):
+    """The numbers of connections that a controller asks for; `given`: the slowest rows, one after another."""
+    rows_of_probes, probed = iter(given), []
+    monkeypatch.setattr(connections, "_probe", lambda stage, device: next(rows_of_probes))
     monkeypatch.setattr(connections, "gather", lambda row, device: [row])
 
     def set_connections(stage, engine, number):
@@ -65,11 +62,30 @@ def test_one_number_that_was_unlucky_ends_nothing(left, numbers, monkeypatch):
             raise TooFewFiles
         probed.append(number)
 
-    stage = SimpleNamespace(ends=[], exchange_connections=[None])
+    stage = SimpleNamespace(ends=ends, exchange_connections=[None])
     engine = SimpleNamespace(device=torch.device("cpu"), dynamic_shape=False, global_rank=1)
     controller = connections.ConnectionsController(set_connections)
     controller.begin_step(SimpleNamespace(stage=stage, engine=engine))
-    assert probed == numbers
+    return probed
+
+
+@pytest.mark.parametrize("left, numbers", [(math.inf, [1, 4, 16, 64, 64]), (15, [1, 4, 16, 4]), (0, [1, 1])])
+def test_one_number_that_was_unlucky_ends_nothing(left, numbers, monkeypatch):
+    """At .05 % lost, 4 was chosen by 42.6, 48.2 and 34.1 Mbit/s with 1, 4 and 16; 64 gave 102. With too few
+    files, 64 ended a job that ran well with 16."""
+    given = rows(FAR, 5.3, 6, 4.3, 12.8).values()
+    assert probed_over(given, left, monkeypatch) == numbers
+
+
+def test_a_link_that_seems_near_once_says_nothing_of_more_connections(monkeypatch):
+    given = rows(FAR, 5.3, math.inf).values()
+    assert probed_over(given, math.inf, monkeypatch) == [1, 4, 1]
+
+
+def test_a_link_that_is_not_eager_is_not_probed(monkeypatch):
+    """That of DualPipeV, whose receiver would wait for a queue of DeepSpeed's."""
+    ends = [SimpleNamespace(link=SimpleNamespace(is_eager=False))]
+    assert not probed_over([], math.inf, monkeypatch, ends)
 
 
 def test_what_each_number_gave_is_reported():
@@ -139,6 +155,7 @@ def test_ranks_choose_alike_and_none_equals_stock(stages, ranks, best, chosen, t
         assert probed == [number for number in tried for _ in range(len(probed) // len(tried))]
         assert (f", {chosen} connections" in link) == (chosen > 1)
     assert f"link connections {chosen} chosen: slowest link, Mbit/s: 8 with 1" in ours[0][4][0]
+    assert ours[0][4][0].endswith("; 80 ms there and back")
     assert not any(lines for *_, lines, _ in ours[1:])
 
 

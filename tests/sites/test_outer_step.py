@@ -89,7 +89,16 @@ def bytes_of_ones(count):
 LABELS = ["[]", "1", "[" * 9000, '{"name": ' * 5000, '{"name": "topk", "feedback": []}']
 """Settings that nobody could have: some ended the round at all sites, a TypeError, a RecursionError."""
 LABELS += [json.dumps(FOUR_BITS)]  # of a release without the other options
+
+
+def longer(packet):
+    """`packet` with zeros before the settings that it ends in."""
+    size = int.from_bytes(bytes(packet[-LENGTH:].tolist()), "little") + LENGTH
+    return torch.cat([packet[:-size], torch.zeros(64, dtype=torch.uint8), packet[-size:]])
+
+
 HARMS = {
+    "longer": longer,
     "a byte": lambda packet: packet ^ (torch.arange(len(packet)) == 5000).byte(),
     "shorter": lambda packet: packet[:-64],
     "no codec": lambda packet: torch.cat([packet[:-LENGTH], torch.zeros(LENGTH, dtype=torch.uint8)]),
@@ -106,6 +115,26 @@ def test_a_packet_that_is_not_the_one_expected_is_refused(harm):
     packet = codec.encode(delta, 3, 0)
     with pytest.raises(CompressionError):
         codec.decode(HARMS[harm](packet) if harm in HARMS else packet, 4 if harm == "another round" else 3, 0)
+
+
+def test_settings_of_another_release_are_named():
+    packet = with_label(delta_codec(FOUR_BITS).encode(random_delta(), 3, 0), LABELS[-1])
+    with pytest.raises(CompressionError, match="its codec is not known here"):
+        delta_codec(FOUR_BITS).decode(packet, 3, 0)
+
+
+def test_models_that_differ_have_other_digests():
+    digests = {
+        delta_codec("none", parts=parts, exact=exact).digest for parts in (PARTS, []) for exact in (EXACT, 76)
+    }
+    assert len(digests) == 4
+
+
+def test_each_replica_draws_random_bits_of_its_own():
+    """With the same ones their errors would add up in the mean."""
+    codec = delta_codec({**FOUR_BITS, "rounding": "stochastic"}, "none")
+    one, other = (codec.encode(random_delta(), 0, sender) for sender in (0, 1))
+    assert not torch.equal(codec.decode(one, 0, 0), codec.decode(other, 0, 1))
 
 
 def rounds(lr, momentum):

@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from ds_compress.engine.wiring import set_connections
 from ds_compress.errors import CompressionError
 from ds_compress.transport import connections
-from ds_compress.transport.connections import AT_ONCE, Connection, connect
+from ds_compress.transport.connections import AT_ONCE, SPARE, Connection, connect
 from ds_compress.transport.p2p import is_connection_lost
 from tests.support.calls import wrapped
+from tests.support.pipeline import build, ds_config
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
 
@@ -124,18 +126,58 @@ def test_too_few_files_of_one_rank_are_refused_on_all():
         )
 
 
+SEVERAL = {"link": {"connections": 64}}
+GRADIENTS = {"replicas": {"codec": "bf16"}}
+
+
+def engine_short_of_files(stages, block, later):
+    """What ranks of an engine are told that may open a few files; `later`: more connections are asked for
+    once it is there."""
+    engine = build(stages, ds_config(block, replicas=2 // stages)) if later else None
+    files = connections._files_with(40)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    if engine is None:
+        return refusal(build, stages, ds_config(block, replicas=2 // stages))
+    return refusal(set_connections, engine.ds_compress.stage, engine, 64)
+
+
+@pytest.mark.parametrize(
+    "stages, block, later",
+    [(2, SEVERAL, False), (1, {**SEVERAL, **GRADIENTS}, False), (1, GRADIENTS, True)],
+    ids=["channels", "exchanges", "exchanges that get more"],
+)
+def test_files_of_all_connections_of_an_engine_are_counted_before_any_is_made(stages, block, later):
+    for said in run_ranks(2, engine_short_of_files, stages, block, later):
+        assert "ds_compress.link.connections: a rank may open" in said
+
+
+def unlike_interfaces():
+    """What rank 0 is told whose GLOO_SOCKET_IFNAME names none of this machine's, and then one."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "nothing0,lo"
+    said = refusal(connect, [((0, 1), 1)], 5)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo,nothing0"
+    connect([((0, 1), 1)], seconds=60)
+    dist.barrier()  # one side is connected before the other
+    return said
+
+
+def test_connections_go_over_the_first_interface_that_gloo_is_told():
+    for said in run_ranks(2, unlike_interfaces):
+        assert said.startswith("link: ranks 0, 1 could not connect") and "nothing0" in said
+
+
 def roomy():
     """The soft limit of open files before connections are made, after that, and the hard one."""
     files, (_, hard) = psutil.Process().num_fds(), resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files + 10, hard))
-    made = connect([((0, 1), 30)], seconds=60)[0]
+    made = connect([((0, 1), SPARE + 20)], seconds=60)[0]
     dist.barrier()  # one side is connected before the other
     return len(made), files + 10, *resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 def test_a_soft_limit_of_open_files_is_raised():
     for made, before, soft, hard in run_ranks(2, roomy):
-        assert made == 30 and before < soft <= hard
+        assert made == SPARE + 20 and before < soft <= hard
 
 
 def forked():
