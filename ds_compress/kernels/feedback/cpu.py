@@ -18,15 +18,8 @@ from ds_compress.kernels.quantize import cpu as quantize
 from ds_compress.kernels.quantize.cpu import FORMAT, LARGEST_GROUP, PARTS, VALUES
 from ds_compress.kernels.quantize.grid import Grid
 
-__all__ = [
-    "add_residual",
-    "choose",
-    "delta",
-    "dequantize_change",
-    "quantize_change",
-    "quantize_with_residual",
-    "update_residual",
-]
+_IN_PYTORCH = "decode_int8", "encode_int8", "update_state"
+__all__ = [name for name in reference.__all__ if name not in _IN_PYTORCH]
 
 _STATE = Buffer((torch.float32,), ("n",))
 _MESSAGE: dict[str, Any] = {"values": Buffer(FLOATS, ("n",), dtype_from="bf16"), "bf16": FLAG, "n": SIZE}
@@ -66,8 +59,8 @@ def update_residual(
         return reference.update_residual(x, residual, sent, scale, residual_decay, error_weight)
     new = torch.empty(residual.shape, dtype=torch.float32, device="cpu")
     x, residual, sent = (tensor.detach().contiguous() for tensor in (x, residual, sent))
-    factors = scale, residual_decay, error_weight
-    return new, _as_tensor(_call(_update_residual, x)(x, residual, sent, *factors, new))
+    kept = _call(_update_residual, x)(x, residual, sent, scale, residual_decay, error_weight, new)
+    return new, torch.tensor(bool(kept), dtype=torch.bool, device="cpu")
 
 
 def choose(condition: Tensor, first: Tensor, second: Tensor) -> Tensor:
@@ -78,10 +71,6 @@ def choose(condition: Tensor, first: Tensor, second: Tensor) -> Tensor:
 def _is_supported(state: Tensor, message: Tensor) -> bool:
     dtypes = state.dtype == torch.float32 and message.dtype in FLOATS
     return dtypes and state.shape == message.shape and native.serves(state.numel())
-
-
-def _as_tensor(finite: int) -> Tensor:
-    return torch.tensor(bool(finite), dtype=torch.bool, device="cpu")
 
 
 _STORES = (torch.float32, torch.bfloat16, torch.int8)
