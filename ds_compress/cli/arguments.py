@@ -66,7 +66,9 @@ def number(least: float, most: float, kind: Callable[[str], Any] = float) -> Cal
         except ValueError:
             value = math.nan
         if not least <= value <= most:  # nan is not
-            raise argparse.ArgumentTypeError(f"{shown(text)} is not allowed: should be {least:g} to {most:g}")
+            raise argparse.ArgumentTypeError(
+                f"{shown(text)} is not allowed: should be {least:.15g} to {most:.15g}"
+            )
         return value
 
     return parse
