@@ -57,7 +57,7 @@ class MessagePath:
         self.is_eager = config.block.link.mode == "eager" and self.own_link is None
         self.stage = self.connect(p2p, depth)
         used = {channel.codec.name for b in self.stage.boundaries for channel in b.channels}
-        is_lossy = config.has_policy or config.quality is not None or used - {"none"}
+        is_lossy = config.quality is not None or used - {"none"}
         follows = is_lossy and config.block.tensors == "large"
         self.tracking = DependencyTracker(engine.module) if follows else None
 

@@ -7,6 +7,9 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
+from ds_compress.config import Config
+from ds_compress.engine.intercept import PointToPoint
+from ds_compress.engine.stage import Stage
 from tests.support.pipeline import MICRO_BATCHES, WIDTH, Block, batches, build, ds_config
 from tests.support.ranks import run_ranks
 
@@ -114,6 +117,14 @@ def test_as_many_values_in_another_shape_are_taken_where_deepspeed_takes_them(li
     ours, lossy, stock = (run_ranks(2, with_other_shapes, block, link) for block in (*BLOCKS.values(), None))
     assert ours == stock
     assert lossy[0] == pytest.approx(stock[0], rel=0.05)
+
+
+def test_what_was_announced_last_counts():
+    stage = Stage(Config({}), PointToPoint(None, None), None, None)
+    stage.announce(0, [torch.zeros(2)])
+    assert stage.announced.keys() == {0} and not stage.left_because
+    stage.announce(0, None, "its message is a str, not tensors")
+    assert not stage.announced and stage.left_because.keys() == {0}
 
 
 def evaluate_all(block):

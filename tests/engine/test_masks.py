@@ -145,6 +145,19 @@ def test_hidden_states_are_compressed_and_nothing_else(layer, evaluate_first):
     assert "per message: boundaries 0, 1: forward bf16" in line
 
 
+def dependence_before_the_choice():
+    engine = build(2, ds_config({"recipe": "auto"}), Causal.layers(4))
+    engine.train_batch(data())
+    (boundary,) = engine.ds_compress.stage.boundaries
+    assert {channel.codec.name for channel in boundary.channels} == {"none"}
+    return boundary.dependence
+
+
+def test_recipe_auto_knows_what_depends_on_parameters_before_its_choice():
+    """Else no message of several tensors would be compressed after it."""
+    assert run_ranks(2, dependence_before_the_choice) == [(True, False, False, False)] * 2
+
+
 def test_a_lone_tensor_is_compressed_though_nothing_of_it_is_trained():
     specs = [LayerSpec(layer) for layer in (Lone, Lone, Block, Block)]
     _, sent, _ = run_ranks(2, trained, block_of("bf16"), specs, 2, False)[0]

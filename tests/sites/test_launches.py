@@ -18,6 +18,7 @@ from torch.distributed import TCPStore
 
 from ds_compress.config.replicas import STORE
 from ds_compress.sites import board, join, traffic, worker
+from ds_compress.sites.outer_step import Anchor
 from ds_compress.sites.simulation import SimulatedRounds
 from ds_compress.sites.store import connect
 from ds_compress.sites.worker import _work
@@ -359,26 +360,118 @@ def test_a_running_site_outlives_a_connection_that_is_refused_at_once(store):
     assert attempts > 2 and worker is None
 
 
+class Waiting:
+    """A connection to a store that answers nothing until an event."""
+
+    def __init__(self, store, answers):
+        self._store, self._answers = store, answers
+
+    def __getattr__(self, name):
+        return wrapped(getattr(self._store, name), before=lambda *_: self._answers.wait())
+
+
+def fall_silent(outer):
+    """Let the store not answer over one connection; return the event that ends it."""
+    connection, answers = outer._worker._stores[-1], threading.Event()
+    connection._store = Waiting(connection._store, answers)
+    board.CHUNK, traffic.ANSWER_S = 64, 0.1
+    return answers
+
+
 def silent(launch, config):
-    """Train while the store does not answer over one connection; return whether its result is late, and the
-    rounds so far."""
+    """Train while the store does not answer, and a step once it does; return whether its result is late, and
+    the rounds that were begun and that are over, before that step and after it."""
     engine, data, outer = start(launch, config)
     engine.ds_compress.begin_step()
-    connection = outer._worker._stores[-1]
-    answers = threading.Event()
-    late = wrapped(connection._store.compare_set, before=lambda *_: answers.wait())
-    others = {"set": lambda *_: None, "add": None, "append": None}
-    connection._store = SimpleNamespace(compare_set=late, **others)
-    board.CHUNK, traffic.ANSWER_S = 64, 0.1
-    go_on(engine, data, 8)
-    return outer._is_late, outer.sent.messages
+    answers, begun = fall_silent(outer), []
+    outer._start = wrapped(outer._start, before=begun.append)
+    go_on(engine, data, 7)
+    found = [(outer._is_late, len(begun), outer.sent.messages)]
+    answers.set()
+    traffic.ANSWER_S = 600
+    go_on(engine, data, 1)  # neither the step in which it was due nor one that begins a round
+    return [*found, (outer._is_late, len(begun), outer.sent.messages)]
 
 
 @pytest.mark.parametrize("connections", [1, 3])
 def test_training_does_not_wait_for_a_store_that_does_not_answer(connections, store):
     """A store that was busy with strangers stalled a step by 16 s."""
     config = ds_config({**block(), "link": {"connections": connections}})
-    assert run_launches(1, 1, silent, config) == [[(True, 0)]]
+    assert run_launches(1, 1, silent, config) == [[[(True, 1, 0), (False, 1, 1)]]]
+
+
+def save_silent(launch, config):
+    """Save while a result is late; return whether a residual is saved, and what is logged."""
+    lines = log_lines()
+    engine, data, outer = start(launch, config)
+    engine.ds_compress.begin_step()
+    answers = fall_silent(outer)
+    go_on(engine, data, 5)
+    assert outer._is_late
+    saved = outer.saved()
+    answers.set()
+    return any(saved[number] for number in saved if number != traffic.STATE), lines[-1]
+
+
+def test_what_is_saved_while_a_result_is_late_goes_on_without_it(store):
+    """Its packet may count, or not: a resumed run would not know."""
+    (((has_residual, line),),) = run_launches(1, 1, save_silent, ds_config(block()))
+    assert not has_residual and "trains on alone" in line and "the replica store does not answer" in line
+
+
+class JoinAnew:
+    """Joins as one that is far behind: the others' weights are one above its own."""
+
+    def __init__(self, *_):
+        self.worker = mock.Mock()
+        self.say_own = self.ask = lambda *_: None
+
+    def hear(self):
+        return {"own": board.Position(1, "00"), "membership": (0, [9, "00"], True), "address": "there"}
+
+    def enter(self, verdict, own):
+        return Anchor(own.values + 1, own.momentum), board.Position(9, "00")
+
+
+def come_back(launch, config):
+    """Return to others that are far ahead; return residuals and base, and how far the weights have moved."""
+    engine, data, outer = start(launch, config)
+    go_on(engine, data, 5)
+    assert any(outer.codec.residuals().values())
+    outer.close()
+    outer.base, before = outer._read(engine), outer.anchor.values
+    with mock.patch("ds_compress.sites.traffic.Join", JoinAnew):
+        assert outer._join(engine)
+    moved = outer._read(engine) - before
+    return [*outer.codec.residuals().values()], outer.base, moved.unique().tolist()
+
+
+def test_one_that_comes_back_as_a_newcomer_has_nothing_of_its_own(store):
+    """Its residual and its progress belong to weights that it has no more."""
+    (((residuals, base, moved),),) = run_launches(1, 1, come_back, ds_config(block()))
+    assert not any(residuals) and base is None and moved == pytest.approx([1.0] * len(moved), abs=1e-5)
+
+
+def failing(launch, config):
+    """Let an exchange fail once its packet is made; return whether that left a residual, and whether what is
+    remembered then is what was before."""
+    engine, data, outer = start(launch, config)
+    go_on(engine, data, 5)
+    before = outer.codec.residuals()
+    go_on(engine, data, 1)
+    outer._pending.result(300)
+    with_packet, outer._pending = outer.codec.residuals(), Future()
+    outer._pending.set_exception(RuntimeError("the store is gone"))
+    outer.collect()
+    return [
+        all(torch.equal(found[n][key], value) for n, own in before.items() for key, value in own.items())
+        for found in (with_packet, outer.codec.residuals())
+    ]
+
+
+def test_a_packet_that_nobody_counted_leaves_no_residual(store):
+    """The next delta has all of what it said, so what it lost would count twice."""
+    assert run_launches(1, 1, failing, ds_config(block())) == [[[False, True]]]
 
 
 def join_silent(launch, config):
