@@ -12,7 +12,7 @@ from unittest import mock
 import deepspeed
 import pytest
 import torch
-from deepspeed.pipe import PipelineModule
+from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
 from ds_compress.checkpoint import checkpointer
@@ -23,7 +23,15 @@ from ds_compress.runtime.depth import MEASURED
 from ds_compress.transport.probe import LinkMeasurement
 from tests.checkpoint.damaged_files import opened
 from tests.support import pipeline
-from tests.support.pipeline import MICRO_BATCHES, batches, build, channel_state, ds_config, log_lines
+from tests.support.pipeline import (
+    MICRO_BATCHES,
+    ParallelBlock,
+    batches,
+    build,
+    channel_state,
+    ds_config,
+    log_lines,
+)
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
 
@@ -237,6 +245,36 @@ def test_tensor_parallel_ranks_decide_together():
     for status in (ABSENT, UNREADABLE):
         assert Verdict([*rows[:3], [4, 0, 1, 1, status, 0]]).status == {(4, 0): status}
     assert Verdict([*rows[:3], [4, 0, 1, 1, RESTORED, 12]]).status == {(4, 0): DIFFERENT}
+
+
+def load_where_one_rank_finds_nothing(folder):
+    """Settings changed in training once a checkpoint is loaded that rank 1 cannot see; what is logged."""
+    engine, lines = build(2, ds_config(STATELESS)), log_lines()
+    engine.train_batch(batches())
+    session, rank = engine.ds_compress, torch.distributed.get_rank()
+    session.reconfigure({"0": {"forward": {"codec": "bf16"}}})
+    engine.save_checkpoint(str(folder), tag="saved")
+    assert session.config.adopted
+    checkpointer.load(session, folder if rank == 0 else folder / "nothing", "saved", True)
+    return session.config.adopted, lines
+
+
+def test_settings_that_not_all_ranks_find_begin_as_in_the_block(tmp_path):
+    (first, lines), (second, others) = run_ranks(2, load_where_one_rank_finds_nothing, tmp_path)
+    assert not first and not second and not others
+    assert "settings that changed during training start again from the block" in lines[-1]
+
+
+def save_in_parallel(folder):
+    engine = build(2, config("ef"), [LayerSpec(ParallelBlock)] * 8, tensor_parallel=2)
+    engine.train_batch(batches())
+    engine.save_checkpoint(str(folder), tag="saved")
+
+
+def test_each_tensor_parallel_rank_has_a_file(tmp_path):
+    run_ranks(4, save_in_parallel, tmp_path)
+    names = {path.name for path in tmp_path.rglob("*.safetensors")}
+    assert names == {f"ds_compress_pp0{pp}_dp00_tp0{tp}.safetensors" for pp in (0, 1) for tp in (0, 1)}
 
 
 class EmptyStage(PipelineModule):

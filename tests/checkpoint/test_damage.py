@@ -197,6 +197,16 @@ def test_other_steps_and_settings_are_as_before(saved, path):
     assert [each.status for each in found(saved)] == [CHANGED, RESTORED]
 
 
+def test_a_new_replica_takes_the_state_of_others_and_not_what_they_measured(saved, path):
+    state = {"written": {}, "adopted": {"0": {}}, "policy": {"rungs": [], "state": {}}}
+    path.write_bytes(signed(path, opened(path)[0], course=state, noted={"0": [1.0, 2.0]}))
+    root, new = saved[1], Rank(1, 1, 0)
+    (own, measured), (others, none) = (search.saved_state(root, "b", rank, STEP) for rank in (RANK, new))
+    assert own == others and own["adopted"] == {"0": {}}
+    assert measured == {"0": [1.0, 2.0]} and none == {}
+    assert search.saved_state(root, "b", RANK, STEP + 1) == ({}, {})
+
+
 def test_what_release_0_3_wrote_is_read(saved, tmp_path):
     """It had the depth in a field of its own, and no state of it. It has an id, and no base where its tensors
     are not changes to those of another file."""

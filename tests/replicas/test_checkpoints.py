@@ -1,5 +1,7 @@
 """Residuals of gradients between replicas in checkpoints: a resumed run equals one that went on."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -65,6 +67,24 @@ def test_a_checkpoint_without_a_file_is_not_called_damaged(tmp_path):
     """Each rank warned that its file cannot be read, and rank 0 that it is damaged or cannot be read."""
     lines = [line for own in run_ranks(2, load_into_replicas, tmp_path) for line in own]
     assert len(lines) == 1 and "start from zero: the checkpoint has none" in lines[0]
+
+
+def lose_a_file(folder):
+    """Whether a rank has residuals before a checkpoint is loaded, and after it was, without rank 1's file."""
+    engine = build(1, ds_config(BLOCK, replicas=2), wide_layers())
+    train_steps(engine, 1)
+    engine.save_checkpoint(folder, tag="saved")
+    before = any(engine.ds_compress.gradients.saved().values())
+    if torch.distributed.get_rank() == 1:
+        (file,) = Path(folder).rglob("ds_compress_pp00_dp01*")
+        file.unlink()
+    torch.distributed.barrier()
+    engine.load_checkpoint(folder, tag="saved")
+    return before, any(engine.ds_compress.gradients.saved().values())
+
+
+def test_residuals_that_one_rank_lacks_start_from_zero_on_all(tmp_path):
+    assert run_ranks(2, lose_a_file, tmp_path) == [(True, False)] * 2
 
 
 def load_universal(folder, config):
