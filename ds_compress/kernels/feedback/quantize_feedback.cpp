@@ -176,31 +176,39 @@ void quantize(const In* x, GroupArguments args, State state, Update update, int6
 
 template <int SIZE, class Scale, class Out>
 void decode_change(Out* y, GroupArguments args, State state, Scale scale, int64_t begin, int64_t end) {
-    constexpr int64_t AHEAD = SIZE ? 8 : 1, CAPACITY = SIZE ? SIZE : MAX_GROUP;  // groups fetched early; values of one
+    constexpr int64_t TOGETHER = SIZE ? 8 : 1, CAPACITY = SIZE ? TOGETHER * SIZE : MAX_GROUP;
     alignas(64) float before[CAPACITY], after[CAPACITY];
+    alignas(64) Out delivered[CAPACITY];
     const Ef21<Scale> update = {scale};
     const float safe_step = largest_safe_step(scale);
     const int64_t size = args.size;
     const bool is_float = state.stored == State::FLOATS;
+    const bool streams = size % LANES == 0 && to_be_streamed(y + begin * size, (end - begin) * size);
     const uint8_t* packed = args.codes(begin);
     Group<SIZE> group;
     group.size = size;
-    for (int64_t i = begin; i < end; ++i, packed += size * args.bits / 8) {
-        const int64_t place = i * size;
-        if (!is_float) state.fetch(place + AHEAD * size, size);
-        fetch(y + place + AHEAD * size, size);  // what is written, too, is read first
-        const float* current = state.read(place, size, before);
-        const Grid grid = load_grid(args, i);
-        const bool always_kept = grid.within(safe_step);
-        float* next_state = always_kept && is_float ? state.floats() + place : after;
-        const auto add = [&](int64_t j, int64_t lanes, Floats value) __attribute__((always_inline)) {
-            const Floats next = update.next(load_partial(current + j, lanes), Floats{}, rounded(value, y));
-            store_partial(next, next_state + j, lanes);
-            store_partial(scale.times(next), y + place + j, lanes);
-        };
-        group.return_values(args, grid, packed, add);
-        if (always_kept ? !is_float : state.can_keep(next_state, size)) state.write(place, size, next_state);
+    for (int64_t start = begin; start < end; start += TOGETHER) {
+        const int64_t groups = end - start < TOGETHER ? end - start : TOGETHER, first = start * size;
+        Out* arrived = streams ? delivered : y + first;
+        for (int64_t i = 0; i < groups; ++i, packed += size * args.bits / 8) {
+            const int64_t place = first + i * size;
+            if (!is_float) state.fetch(place + TOGETHER * size, size);
+            if (!streams) fetch(y + place + TOGETHER * size, size);  // what is written, too, is read first
+            const float* current = state.read(place, size, before);
+            const Grid grid = load_grid(args, start + i);
+            const bool always_kept = grid.within(safe_step);
+            float* next_state = always_kept && is_float ? state.floats() + place : after;
+            const auto add = [&](int64_t j, int64_t lanes, Floats value) __attribute__((always_inline)) {
+                const Floats next = update.next(load_partial(current + j, lanes), Floats{}, rounded(value, y));
+                store_partial(next, next_state + j, lanes);
+                store_partial(scale.times(next), arrived + i * size + j, lanes);
+            };
+            group.return_values(args, grid, packed, add);
+            if (always_kept ? !is_float : state.can_keep(next_state, size)) state.write(place, size, next_state);
+            if (streams) stream_all(arrived + i * size, size, y + place);
+        }
     }
+    if (streams) store_fence();
 }
 
 }  // namespace

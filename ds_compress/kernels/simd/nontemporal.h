@@ -41,6 +41,12 @@ inline void store_streamed(Floats x, Out* y) {
     else store(x, y);
 }
 
+// x [n], a multiple of LANES, in `y`, which begins at one of a vector.
+template <class Out>
+inline void stream_all(const Out* x, int64_t n, Out* y) {
+    for (int64_t i = 0; i < n; i += LANES) store_streamed<true>(load(x + i), y + i);
+}
+
 // The first `count` values of x; what goes past the caches is a multiple of a vector.
 template <bool STREAMS, class Out>
 inline void store_partial(Floats x, Out* y, int64_t count) {
