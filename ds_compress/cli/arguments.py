@@ -54,7 +54,8 @@ def shape(text: str) -> tuple[int, ...]:
 
 def integer(least: int, most: int) -> Callable[[str], int]:
     """Return the type of an argument that counts."""
-    return number(least, most, int)
+    # int() takes 1_0, spaces, and digits of other scripts, too
+    return number(least, most, lambda text: int(text) if text.isascii() and text.isdigit() else math.nan)
 
 
 def number(least: float, most: float, kind: Callable[[str], Any] = float) -> Callable[[str], Any]:

@@ -12,7 +12,7 @@ ADVISE = ["advise", "--stages", "2", "--micro-batches", "4", "--forward-ms", "16
 ADVISE += ["--gbps", "1", "--codec-gbps", "1000"]
 BENCH = ["bench", "--shape", "2,64", "--codec", "bf16"]
 NUMBERS = ["-1", "nan", "inf", "-inf", "1e400", "x", "", "0x10", "1e30"]
-COUNTS = ["0", "-1", "1.5", "nan", "9" * 9, "9" * 5000]
+COUNTS = ["0", "-1", "1.5", "nan", "9" * 9, "9" * 5000, "1_0", " 5", "+5", "\u0663"]
 
 
 def each(command, options, values):
