@@ -13,6 +13,10 @@ from ds_compress.monitor.metrics import stage_ms
 
 SIZE = (9, 5)  # inches
 COLUMNS, LINE = 100, 0.1  # characters of a name that fit below a picture side by side; inches of one
+BAR, ROW = 0.33, 0.23  # inches that an upright name of two lines takes, and a row of a legend
+BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1, 1)}
+MOST = 500  # inches, at 120 dots each: a PNG file has less than 2^16
+STYLES = "-", "--", ":", "-."  # of each ten runs, as their colors repeat
 COLORS = {
     "compute and idle": "#b8c4ce",
     "encode": "#d95f02",
@@ -32,10 +36,12 @@ def _axes(title: str, x: str, y: str) -> tuple[Figure, Any]:
 
 def loss_against_steps(runs: list[RecordedRun]) -> Figure | None:
     figure, axes = _axes("Training loss", "samples", "loss")
-    for run in runs:
-        axes.plot(*zip(*run.series[LOSS]))
+    for number, run in enumerate(runs):
+        axes.plot(*zip(*run.series[LOSS]), linestyle=STYLES[number // 10 % len(STYLES)])
+    figure.set_figheight(max(SIZE[1], ROW * (len(runs) + 4)))
     # as `label=` of a line, a name that begins with _ is left out
-    for text in axes.legend(axes.lines, [run.name for run in runs]).get_texts():
+    legend = axes.legend(axes.lines, [run.name for run in runs], **(BESIDE if len(runs) > 10 else {}))
+    for text in legend.get_texts():
         text.set_parse_math(False)
     return figure
 
@@ -72,7 +78,7 @@ def _name_bars(axes: Any, names: list[str]) -> None:
     widest = max(len(line) for name in names for line in name.splitlines())
     is_crowded = widest * len(names) > COLUMNS
     if is_crowded:
-        axes.figure.set_figheight(SIZE[1] + LINE * widest)
+        axes.figure.set_size_inches(min(max(SIZE[0], 3 + BAR * len(names)), MOST), SIZE[1] + LINE * widest)
     turn = 90 if is_crowded else 0
     axes.set_xticks(range(len(names)), names, fontsize="small", rotation=turn, parse_math=False)
 
@@ -99,7 +105,7 @@ def step_time(runs: list[RecordedRun]) -> Figure | None:
             base += ms
         _mark(axes, x, run.median("uncompressed_step_ms"), "uncompressed (estimate)")
     _name_bars(axes, [name for name, *_ in bars])
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    axes.legend(**BESIDE)
     return figure
 
 

@@ -85,8 +85,13 @@ def table(runs: list[RecordedRun]) -> list[dict[str, str]]:
     """Format a row for each run; columns of which no run has a value are left out."""
     rows = {run.name: summarize(run) for run in runs}
     known = {column for row in rows.values() for column, value in row.items() if not math.isnan(value)}
+    known.add("loss")  # where it is nan, it became that
     return [
-        {"run": name, **{column: _number(value) for column, value in row.items() if column in known}}
+        {
+            "run": name,
+            **{column: _number(value) for column, value in row.items() if column in known},
+            "loss": f"{row['loss']:.4g}",
+        }
         for name, row in rows.items()
     ]
 

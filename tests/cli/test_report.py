@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ds_compress.cli import main
-from ds_compress.cli.report import summarize
+from ds_compress.cli.report import summarize, table
 from ds_compress.cli.runs import LOSS, find_baseline, headline, read_runs
 from ds_compress.config import DIRECTIONS
 from ds_compress.monitor.metrics import exchange_label, label
@@ -201,9 +201,11 @@ def test_a_run_that_cannot_be_read_is_passed_over(tmp_path, capsys):
 
 
 def test_a_run_whose_loss_became_nan(tmp_path, capsys):
+    """The table had a dash, as where nothing is known; of such runs alone it had no column."""
     write_csv(tmp_path / "csv", LOSS, [(32, 2.0), (64, 1e22), (96, math.nan), (128, math.nan)])
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
     assert ": loss nan\n" in capsys.readouterr().out
+    assert table([read_run(tmp_path)]) == [{"run": tmp_path.name, "steps": "4", "loss": "nan"}]
 
 
 def test_names_are_shown_as_they_are(tmp_path):
@@ -219,6 +221,25 @@ def test_names_are_shown_as_they_are(tmp_path):
     for figure in figures:
         figure.savefig(tmp_path / "picture.png")
     assert [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()] == names
+    for figure in figures[1:]:
+        boxes = [text.get_window_extent() for text in figure.axes[0].get_xticklabels()]
+        assert all(one.x1 <= next_one.x0 + 1 for one, next_one in itertools.pairwise(boxes))
+
+
+def test_pictures_of_many_runs(tmp_path):
+    """The legend pushed the losses out of their picture, and names of bars lay upon each other."""
+    from ds_compress.cli.plots import PLOTS
+
+    for number in range(30):
+        write_run(tmp_path / f"a_run_with_a_name_{number}" / "csv", 100)
+    figures = [plot(read_runs(tmp_path)) for plot in PLOTS.values()]
+    for figure in figures:
+        figure.savefig(tmp_path / "picture.png")
+    axes = figures[0].axes[0]
+    assert axes.get_position().height > 0.8 and axes.get_position().width > 0.6
+    frame = axes.get_legend().get_window_extent()
+    assert figures[0].bbox.y0 <= frame.y0 and frame.x1 <= figures[0].bbox.x1
+    assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines}) == 30
     for figure in figures[1:]:
         boxes = [text.get_window_extent() for text in figure.axes[0].get_xticklabels()]
         assert all(one.x1 <= next_one.x0 + 1 for one, next_one in itertools.pairwise(boxes))
