@@ -204,7 +204,7 @@ def test_the_best_recipe_is_not_compared_with_itself(capsys):
     [
         (["--gbps", "1", "--stages", "1"], "--stages: 1 is not allowed: should be 2 or more"),
         (["--gbps", "1", "--forward-ms", "1,2"], "--forward-ms: 2 numbers for 4 stages; give 1 or 4"),
-        (["--gbps", "-1"], "argument --gbps: '-1' is not allowed: should be 1e-06 to 1e+06"),
+        (["--gbps", "-1"], "argument --gbps: '-1' is not allowed: should be 1e-06 to 1000000"),
         (["--gbps", "1", "--depth", "deep"], "argument --depth: 'deep' is not allowed"),
         # torch's own error was a traceback: Torch not compiled with CUDA enabled
         (["--gbps", "1", "--device", "cuda:99"], "argument --device: 'cuda:99' is not here; allowed: cpu"),
