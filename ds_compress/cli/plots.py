@@ -14,8 +14,8 @@ from ds_compress.monitor.metrics import stage_ms
 SIZE = (9, 5)  # inches
 COLUMNS, LINE = 100, 0.1  # characters of a name that fit below a picture side by side; inches of one
 BAR, ROW = 0.33, 0.23  # inches that an upright name of two lines takes, and a row of a legend
-BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1, 1)}
-MOST = 500  # inches, at 120 dots each: a PNG file has less than 2^16
+BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1, 1)}  # a legend, right of its axes
+WIDEST = 500  # inches of a picture, of 120 dots each: matplotlib draws less than 2^16 dots
 STYLES = "-", "--", ":", "-."  # of each ten runs, as their colors repeat
 COLORS = {
     "compute and idle": "#b8c4ce",
@@ -78,7 +78,7 @@ def _name_bars(axes: Any, names: list[str]) -> None:
     widest = max(len(line) for name in names for line in name.splitlines())
     is_crowded = widest * len(names) > COLUMNS
     if is_crowded:
-        axes.figure.set_size_inches(min(max(SIZE[0], 3 + BAR * len(names)), MOST), SIZE[1] + LINE * widest)
+        axes.figure.set_size_inches(min(max(SIZE[0], 3 + BAR * len(names)), WIDEST), SIZE[1] + LINE * widest)
     turn = 90 if is_crowded else 0
     axes.set_xticks(range(len(names)), names, fontsize="small", rotation=turn, parse_math=False)
 

@@ -129,7 +129,9 @@ class SliceCodec:
         """
         self._content = content
         self.codec = codec
-        self._position = -1 - 2 * stage  # tensors of messages between stages have positions from 0
+        # tensors of messages between stages have positions from 0; times 2, as in earlier releases: else the
+        # random bits were others
+        self._position = -1 - 2 * stage
         self._seed = seed
         self._has_checksum = has_checksum
         self._layouts: dict[tuple[TensorSpec, RowSpan | None], PacketLayout] = {}

@@ -300,7 +300,7 @@ def load_with_an_empty_stage(folder):
 
 
 def test_boundaries_round_a_stage_without_layers_start_from_zero(tmp_path):
-    """Both are at one layer, and the second one got the residuals of the first, without a word."""
+    """Checkpoints name both by one layer: the second got the residuals of the first, and no line said so."""
     first, *others = run_ranks(3, load_with_an_empty_stage, tmp_path)
     assert all(saved and not loaded for saved, loaded, _ in (first, *others))
     said = "a stage has no layers, so two boundaries are at one (layer 2, replica 0)"

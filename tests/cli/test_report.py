@@ -201,7 +201,7 @@ def test_a_run_that_cannot_be_read_is_passed_over(tmp_path, capsys):
 
 
 def test_a_run_whose_loss_became_nan(tmp_path, capsys):
-    """The table had a dash, as where nothing is known; of such runs alone it had no column."""
+    """The table showed it like an unknown loss: by a dash, or without a column if no run had another loss."""
     write_csv(tmp_path / "csv", LOSS, [(32, 2.0), (64, 1e22), (96, math.nan), (128, math.nan)])
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
     assert ": loss nan\n" in capsys.readouterr().out
