@@ -89,7 +89,7 @@ class Metadata(Options):
         Annotated[tuple[float, float], FROM_JSON],
     ] = Field(default={}, alias="noted")
     """What only this rank has recorded. By boundary, for its policy: a sum of norms and their number. By
-    boundary and direction, for its guard: `monitor.limits.LASTING` of the last measured step."""
+    boundary and direction, for its guard: `monitor.guard_limits.LASTING` of the last measured step."""
     codec: dict[str, Any] = {}
     """Name and options of the codec of "checkpoint"; empty for none."""
     encoded: dict[str, Annotated[tuple[list[int], str, int], FROM_JSON]] = {}

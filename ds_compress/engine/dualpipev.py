@@ -35,7 +35,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary, Channel
 from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
 from ds_compress.transport.p2p import PeerTimeout, Receiver, Sender
-from ds_compress.transport.packet import Packet
+from ds_compress.transport.packet_memory import Packet
 from ds_compress.transport.streams import CodecStream
 
 Queue = Callable[[Callable[..., Any], list[Tensor]], None]

@@ -28,7 +28,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.kernels.memory import retain_freed_memory
 from ds_compress.message.layout import Counters, Encoded, MessageLayout, explain, find_exemptions
 from ds_compress.message.packet import PacketLayout
-from ds_compress.transport.packet import Packet
+from ds_compress.transport.packet_memory import Packet
 
 Mode = Literal["compressed", "uncompressed"]
 """How messages of an evaluation are sent."""

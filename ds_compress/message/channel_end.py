@@ -12,7 +12,7 @@ from ds_compress.message.channel import Channel
 from ds_compress.message.layout import MessageLayout
 from ds_compress.message.observer import UNTIMED, Observer, SeenMessage
 from ds_compress.transport.p2p import Receiver, Sender
-from ds_compress.transport.packet import Packet
+from ds_compress.transport.packet_memory import Packet
 from ds_compress.transport.streams import CodecStream
 
 Link = TypeVar("Link", Sender, Receiver)

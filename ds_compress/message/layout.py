@@ -15,7 +15,7 @@ from ds_compress.config import KEY, Block
 from ds_compress.errors import CompressionError, in_one_line, shown
 from ds_compress.kernels.memory import is_of_this_rank
 from ds_compress.message.packet import PacketLayout
-from ds_compress.transport.packet import Packet
+from ds_compress.transport.packet_memory import Packet
 
 HEADERS_CHECKED = 4
 """Number of packets of a layout whose header is read on a GPU, where reading synchronises with the host."""

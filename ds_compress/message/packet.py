@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ds_compress.codec import Layout, MessageId, fill
 from ds_compress.errors import CompressionError
-from ds_compress.transport.packet import Packet, new_packet
+from ds_compress.transport.packet_memory import Packet, new_packet
 
 MAGIC = b"DSCP"
 VERSION = 3

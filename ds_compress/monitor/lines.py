@@ -7,7 +7,7 @@ from rich.filesize import decimal
 
 from ds_compress.config import Config
 from ds_compress.errors import shown_boundaries
-from ds_compress.monitor.limits import Violation, place_of
+from ds_compress.monitor.guard_limits import Violation, place_of
 from ds_compress.monitor.metrics import Channels, ratio
 from ds_compress.version import __version__
 

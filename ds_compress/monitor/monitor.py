@@ -17,7 +17,7 @@ from ds_compress.message.gradient_error import AVERAGED, GradientError
 from ds_compress.message.meters import ReceivingMeter, SendingMeter
 from ds_compress.message.part import Engine, RuntimePart, Step
 from ds_compress.monitor import lines, metrics
-from ds_compress.monitor.limits import LASTING, MessageQuality, finite
+from ds_compress.monitor.guard_limits import LASTING, MessageQuality, finite
 from ds_compress.monitor.table import Status, Table
 
 End = SendingEnd | ReceivingEnd

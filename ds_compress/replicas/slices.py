@@ -24,7 +24,7 @@ from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.numerics import is_readable
 from ds_compress.message.layout import explain
 from ds_compress.message.packet import PacketLayout
-from ds_compress.transport.packet import Packet
+from ds_compress.transport.packet_memory import Packet
 
 ALIGNMENT = 256
 """Equal slices have a multiple of so many values: whole groups of codecs, so that few groups are padded."""

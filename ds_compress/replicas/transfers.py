@@ -3,7 +3,7 @@
 Over several connections the same bytes come, in the same places:
 
     packets for all    an all-gather in each process group, of a part of them
-    packets for each   sent from replica to replica (`transport/parts.py`)
+    packets for each   sent from replica to replica (`transport/packet_parts.py`)
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,9 +18,9 @@ from torch.distributed import Work
 
 from ds_compress.errors import CompressionError, in_one_line
 from ds_compress.kernels.memory import is_of_this_rank
-from ds_compress.transport import parts
+from ds_compress.transport import packet_parts
 from ds_compress.transport.p2p import ExchangeConnections, PeerTimeout
-from ds_compress.transport.parts import Parts
+from ds_compress.transport.packet_parts import Parts
 
 
 class Transfer(NamedTuple):
@@ -113,8 +113,8 @@ class Replicas:
         return Started(self, arrived, [(None, work)])
 
     def _start_for_all(self, packets: Tensor, arrived: Tensor) -> Works:
-        own_parts = parts.cut(packets, len(self.groups))
-        parts_of_all = map(list, parts.cut(arrived.view(self.size, packets.numel()), len(self.groups)))
+        own_parts = packet_parts.cut(packets, len(self.groups))
+        parts_of_all = map(list, packet_parts.cut(arrived.view(self.size, packets.numel()), len(self.groups)))
         first = dist.all_gather(next(parts_of_all), own_parts[0], group=self.groups[0], async_op=True)
         others = zip(self.groups[1:], parts_of_all, own_parts[1:])
         return [(None, first), *((None, each.all_gather(of_all, own)) for each, of_all, own in others)]
@@ -124,8 +124,8 @@ class Replicas:
         works: Works = []
         for other, peer in enumerate(dist.get_process_group_ranks(self.groups[0])):
             if other != self.rank:
-                works.append((peer, parts.irecv(incoming[other], peer, self.groups)))
-                works.append((peer, parts.isend(outgoing[other], peer, self.groups)))
+                works.append((peer, packet_parts.irecv(incoming[other], peer, self.groups)))
+                works.append((peer, packet_parts.isend(outgoing[other], peer, self.groups)))
         return works
 
 

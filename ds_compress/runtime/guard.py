@@ -26,7 +26,7 @@ from ds_compress.config.policies import ChannelKey
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Mode
 from ds_compress.message.part import Engine, RuntimePart, Step
-from ds_compress.monitor.limits import LOSSLESS, MessageQuality, place_of
+from ds_compress.monitor.guard_limits import LOSSLESS, MessageQuality, place_of
 from ds_compress.monitor.metrics import LOSS_COST
 from ds_compress.transport.collectives import lowest
 

@@ -18,7 +18,7 @@ from ds_compress.message.dependence import DependencyTracker
 from ds_compress.message.gradient_error import AVERAGED, GradientError
 from ds_compress.message.meters import SendingMeter
 from ds_compress.message.observer import Observer, SeenMessage
-from ds_compress.monitor.limits import MessageQuality
+from ds_compress.monitor.guard_limits import MessageQuality
 from ds_compress.monitor.lines import violation_note
 from ds_compress.monitor.metrics import residual_values
 

@@ -55,8 +55,8 @@ from torch import Tensor
 
 from ds_compress.config.block import MOST_CONNECTIONS
 from ds_compress.errors import CompressionError, shown
-from ds_compress.sites.keys import PREFIX, Keys
-from ds_compress.sites.moves import ChunkMover
+from ds_compress.sites.chunks import ChunkMover
+from ds_compress.sites.store_keys import PREFIX, Keys
 
 CHUNK = 4 << 20
 """Bytes of a value; a TCPStore takes 8 MiB at most."""

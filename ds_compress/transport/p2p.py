@@ -7,7 +7,7 @@ blocking: DeepSpeed's own order and process group; each call returns when its pa
 eager:    sends return at once and receives are posted ahead. Each channel of a rank has a process group, or
           connections, of its own, so channels need no common order.
 
-Transfers are those of torch.distributed (`parts.py`): `isend` of deepspeed.comm blocks in older releases and
+Transfers are those of torch.distributed (`packet_parts.py`): `isend` of deepspeed.comm blocks in older releases and
 has no time-outs.
 """
 
@@ -27,8 +27,8 @@ from torch.distributed import DistError, Work
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.memory import is_of_this_rank
 from ds_compress.transport.connections import connect
-from ds_compress.transport.packet import Packet, new_packet
-from ds_compress.transport.parts import Parts
+from ds_compress.transport.packet_memory import Packet, new_packet
+from ds_compress.transport.packet_parts import Parts
 from ds_compress.transport.staging import Staged, receives_hold_device, transport_for
 
 Pending = Work | Parts | Staged

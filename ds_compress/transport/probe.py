@@ -23,7 +23,7 @@ from ds_compress.transport.p2p import (
     Sender,
     channel_groups,
 )
-from ds_compress.transport.parts import WHOLE
+from ds_compress.transport.packet_parts import WHOLE
 
 PINGS = 5
 PING_BYTES = 64

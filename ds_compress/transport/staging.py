@@ -21,8 +21,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import Work
 
-from ds_compress.transport import parts
-from ds_compress.transport.parts import Parts
+from ds_compress.transport import packet_parts
+from ds_compress.transport.packet_parts import Parts
 
 NEED_HOST_MEMORY = ("gloo",)
 """Backends whose send and recv take no device memory; their collectives do."""
@@ -43,8 +43,8 @@ def receives_hold_device(device: torch.device) -> bool:
 
 
 def transport_for(device: torch.device) -> "ModuleType | Staging":
-    """Return what has `isend` and `irecv` for memory of `device`: `parts`, or a new `Staging`."""
-    return Staging(device) if is_needed(device) else parts
+    """Return what has `isend` and `irecv` for memory of `device`: `packet_parts`, or a new `Staging`."""
+    return Staging(device) if is_needed(device) else packet_parts
 
 
 class _Buffer(NamedTuple):
@@ -66,7 +66,7 @@ class Staged:
 
 
 class Staging:
-    """`isend` and `irecv` of `parts` for uint8 tensors on a device, for one end of one channel."""
+    """`isend` and `irecv` of `packet_parts` for uint8 tensors on a device, for one end of one channel."""
 
     def __init__(self, device: torch.device):
         module = torch.get_device_module(device)
@@ -80,7 +80,7 @@ class Staging:
         buffer = self._buffer(tensor.numel())
         buffer.memory.copy_(tensor, non_blocking=True)
         buffer.unused.record()
-        started = self._thread.submit(self._start, parts.isend, buffer, peer, groups)
+        started = self._thread.submit(self._start, packet_parts.isend, buffer, peer, groups)
         return Staged(started, lambda: self._free.append(buffer))
 
     def irecv(self, tensor: Tensor, peer: int, groups: Sequence[Any]) -> Staged:
@@ -91,7 +91,7 @@ class Staging:
             buffer.unused.record()
             self._free.append(buffer)
 
-        return Staged(self._thread.submit(self._start, parts.irecv, buffer, peer, groups), finish)
+        return Staged(self._thread.submit(self._start, packet_parts.irecv, buffer, peer, groups), finish)
 
     @staticmethod
     def _start(

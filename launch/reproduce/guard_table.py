@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from ds_compress.config import Config
-from ds_compress.monitor.limits import LOSSLESS
+from ds_compress.monitor.guard_limits import LOSSLESS
 from launch.reproduce.costs import lost
 from launch.reproduce.presets import HELD_OUT
 from launch.reproduce.run import Row

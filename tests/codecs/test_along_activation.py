@@ -15,7 +15,7 @@ from ds_compress.config import Config
 from ds_compress.kernels.backends import cpu, reference, using
 from ds_compress.message.channel import Boundary
 from ds_compress.simulate import simulate
-from ds_compress.transport.packet import Packet
+from ds_compress.transport.packet_memory import Packet
 from tests.support import pipeline
 from tests.support.engine_subclasses import OwnFunctions
 from tests.support.pipeline import ds_config

@@ -8,7 +8,7 @@ from ds_compress.config import Config
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary
 from ds_compress.message.packet import Header, PacketLayout
-from ds_compress.transport.packet import Packet
+from ds_compress.transport.packet_memory import Packet
 from tests.support.refusals import refusal
 
 

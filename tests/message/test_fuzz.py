@@ -12,7 +12,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary
 from ds_compress.message.packet import HEADER_SIZE
 from ds_compress.testing import settings_of
-from ds_compress.transport.packet import Packet
+from ds_compress.transport.packet_memory import Packet
 
 MESSAGE_ID = MessageId(step=3, micro_batch=1)
 SHAPE = (4, 6, 32)

@@ -18,7 +18,7 @@ from ds_compress.message.channel import Boundary
 from ds_compress.message.packet import ALIGNMENT, HEADER_SIZE, Header, PacketLayout
 from ds_compress.replicas.transfers import Replicas, replica_failures
 from ds_compress.transport.p2p import PeerTimeout
-from ds_compress.transport.packet import Packet
+from ds_compress.transport.packet_memory import Packet
 from tests.support.refusals import refusal
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int32, torch.int64, torch.bool]

@@ -13,7 +13,7 @@ from ds_compress.message.clock import HostClock
 from ds_compress.message.gradient_error import AVERAGED, GradientError, estimate_gradient_error
 from ds_compress.message.meters import SendingMeter
 from ds_compress.monitor import lines
-from ds_compress.monitor.limits import MessageQuality
+from ds_compress.monitor.guard_limits import MessageQuality
 from ds_compress.monitor.metrics import residual_values
 from ds_compress.monitor.monitor import Monitor
 from ds_compress.transport.p2p import Sender

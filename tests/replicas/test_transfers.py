@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_compress.replicas.transfers import Replicas, Transfer
 from ds_compress.runtime import connections as controller
-from ds_compress.transport import parts
+from ds_compress.transport import packet_parts
 from ds_compress.transport.p2p import ExchangeConnections
 from ds_compress.transport.probe import LinkMeasurement
 from tests.support.pipeline import build, ds_config, printed_lines
@@ -45,7 +45,7 @@ CASES = {
 @pytest.mark.extended(keep=1)
 def test_several_connections_change_no_bit(name, monkeypatch):
     """A sum of numbers, as of factors, has one connection."""
-    monkeypatch.setattr(parts, "WHOLE", 64)  # packets are small here
+    monkeypatch.setattr(packet_parts, "WHOLE", 64)  # packets are small here
     stages, replicas, block = CASES[name]
     kind, _, specs = name.partition(", ")
     config = ds_config(None, replicas=replicas, **KINDS[kind])
@@ -135,7 +135,7 @@ def failing(how, number):
         never = connections.groups[number] if number else SimpleNamespace(irecv=dist.irecv)
         never.isend = lambda *args, **options: None
         if number == 0:
-            parts.dist = never
+            packet_parts.dist = never
     started = replicas.start(Transfer(torch.cat([packets] * 3), [packets.numel()] * 3))
     store, rank = _get_default_store(), dist.get_rank()
     if rank == 1:

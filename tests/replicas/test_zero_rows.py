@@ -12,7 +12,7 @@ from ds_compress.errors import CompressionError
 from ds_compress.replicas.slices import GRADIENT, HALVES, Gradient, RowSpan, Slice, SliceCodec, Slices
 from ds_compress.simulate.replicas import SimulatedReplicas
 from ds_compress.sites.simulation import SimulatedRounds
-from ds_compress.transport.packet import Packet
+from ds_compress.transport.packet_memory import Packet
 
 USED, UNUSED = range(0, 512, 2), range(1, 512, 2)
 FOUR = {"name": "quantize", "bits": 4}

@@ -8,7 +8,7 @@ import torch
 
 from ds_compress.runtime import connections, stage_profile
 from ds_compress.runtime.connections import choose, format_choice, may_lose, slowest_row
-from ds_compress.transport import parts, probe
+from ds_compress.transport import packet_parts, probe
 from ds_compress.transport.connections import TooFewFiles
 from ds_compress.transport.probe import LinkMeasurement
 from tests.support.pipeline import batches, build, ds_config, printed_lines, same_weights, train, weights
@@ -123,7 +123,7 @@ def in_use(engine):
 
 def trained(stages, block, best, folder=None, steps=4):
     """Losses, weights, connections and numbers probed, and lines; evaluate first, and load in the end."""
-    probed, parts.WHOLE = simulate_loss(best), 64
+    probed, packet_parts.WHOLE = simulate_loss(best), 64
     with printed_lines("connections ") as lines:
         replicas = torch.distributed.get_world_size() // stages
         engine = build(stages, ds_config(block, replicas=replicas))
@@ -167,7 +167,7 @@ def test_extra_links_that_come_later_have_as_many():
 def extended():
     """Connections of all links: with extra packets from the second step on, and after another choice."""
     simulate_loss(4.2)
-    parts.WHOLE = 64
+    packet_parts.WHOLE = 64
     engine, data = build(3, ds_config(AUTO)), batches()
     found = []
     for step in range(4):

@@ -16,7 +16,7 @@ from ds_compress.config.block import FIRST_CHECK
 from ds_compress.engine.deepspeed import evaluating
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import evaluated as sent_as
-from ds_compress.monitor.limits import LOSSLESS
+from ds_compress.monitor.guard_limits import LOSSLESS
 from ds_compress.runtime.guard import Guard
 from tests.support import pipeline
 from tests.support.pipeline import WIDTH, Block

@@ -19,7 +19,7 @@ from ds_compress.replicas.transfers import Replicas, Started
 from ds_compress.runtime import heartbeat, watchdog
 from ds_compress.runtime.watchdog import GRACE, Watchdog
 from ds_compress.transport.p2p import PeerTimeout
-from ds_compress.transport.parts import Parts
+from ds_compress.transport.packet_parts import Parts
 from ds_compress.transport.staging import Staged
 from tests.runtime.test_heartbeat import RANKS, made
 

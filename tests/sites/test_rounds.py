@@ -22,10 +22,10 @@ from ds_compress.sites import board as board_module
 from ds_compress.sites import handover, moves
 from ds_compress.sites import rounds as rounds_module
 from ds_compress.sites.board import KEPT_ROUNDS, PREFIX, WINDOW, Board, Position, Shipment, members_of
-from ds_compress.sites.keys import Keys
 from ds_compress.sites.outer_step import Anchor, DeltaCodec, DeltaPart
 from ds_compress.sites.rounds import Rounds
 from ds_compress.sites.store import connect
+from ds_compress.sites.store_keys import Keys
 from tests.support.calls import wrapped
 from tests.support.network import disturb, eventually, flood
 from tests.support.refusals import refusal

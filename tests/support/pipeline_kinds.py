@@ -29,7 +29,7 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
-from ds_compress.transport import parts
+from ds_compress.transport import packet_parts
 from tests.support import pipeline
 from tests.support.calls import wrapped
 from tests.support.pipeline import WIDTH, CopiedTurned, Masked, Mixed, ParallelBlock, Skip, Turned, simulated
@@ -267,7 +267,7 @@ def train(kind: Kind, block: dict[str, Any] | None) -> dict[str, Any]:
 
 def train_all(kind: Kind, blocks: dict[str, dict[str, Any]] = BLOCKS) -> dict[str, dict[str, Any]]:
     """One engine after the other in the same processes: stock, then with each block."""
-    parts.WHOLE = 64  # so that packets have parts where there are several connections
+    packet_parts.WHOLE = 64  # so that packets have parts where there are several connections
     with contextlib.redirect_stdout(io.StringIO()):
         stock = {"stock": train(kind, None)} if kind.stock else {}
         return stock | {name: train(kind, block) for name, block in blocks.items()}

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_compress.engine import wiring
 from ds_compress.kernels import numerics
-from ds_compress.transport import p2p, parts, staging, streams
+from ds_compress.transport import p2p, packet_parts, staging, streams
 
 HOST_WAITS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"}
 """Operations whose result, or its size, the host has to wait for."""
@@ -182,8 +182,8 @@ class Device(TorchDispatchMode):
             self.stream = before
 
     def transfers(self, timeline):
-        """`parts.over` of transfers that start when `timeline()` has got there; it learns of their end."""
-        over, accesses = parts.over, {"isend": "reads", "irecv": "writes"}
+        """`over` of transfers that start when `timeline()` has got there; it learns of their end."""
+        over, accesses = packet_parts.over, {"isend": "reads", "irecv": "writes"}
 
         def noted(group, name):
             def start(tensor, peer):
@@ -216,9 +216,9 @@ def install(staged, deaf=()):
     numerics.is_readable = lambda x: False
     if staged:
         staging.is_needed = lambda which: True
-        parts.over = device.transfers(lambda: device.host)  # as gloo's, which know no stream
+        packet_parts.over = device.transfers(lambda: device.host)  # as gloo's, which know no stream
     else:
-        parts.over = device.transfers(lambda: device.stream)  # as NCCL's
+        packet_parts.over = device.transfers(lambda: device.stream)  # as NCCL's
         p2p.receives_hold_device = lambda which: True
     device.__enter__()
     return device

@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 from ds_compress.transport import probe as module
 from ds_compress.transport.p2p import PeerTimeout, Receiver, Sender, channel_groups
-from ds_compress.transport.packet import Packet
+from ds_compress.transport.packet_memory import Packet
 from ds_compress.transport.probe import PACKET_BYTES, PING_BYTES, message_rate, probe, probe_neighbours
 from tests.support.calls import wrapped
 from tests.support.ranks import run_ranks

@@ -11,8 +11,8 @@ from concurrent.futures import wait
 from functools import partial
 
 from ds_compress.errors import CompressionError
-from ds_compress.sites.keys import Keys
 from ds_compress.sites.store import run_in_thread
+from ds_compress.sites.store_keys import Keys
 
 LOOK_S = 0.05
 """Seconds between two looks at what is under way."""

@@ -17,7 +17,7 @@ from torch import distributed as dist
 
 from ds_compress.engine import attach, wiring
 from ds_compress.runtime import connections
-from ds_compress.transport import parts
+from ds_compress.transport import packet_parts
 from ds_compress.transport.connections import connect
 from ds_compress.transport.p2p import PeerTimeout, Receiver, Sender
 from tests.support.network import eventually
@@ -46,25 +46,27 @@ class Recorded:
 def started(nbytes, connections):
     """(connection, first byte, bytes) of each transfer of a packet, in the order in which they start."""
     found, packet = [], torch.zeros(nbytes, dtype=torch.uint8)
-    parts.irecv(packet, 1, [Recorded(name, found) for name in range(connections)])
+    packet_parts.irecv(packet, 1, [Recorded(name, found) for name in range(connections)])
     assert {memory.untyped_storage().data_ptr() for _, memory in found} == {packet.data_ptr()}  # in place
     return [(name, memory.storage_offset(), memory.numel()) for name, memory in found]
 
 
-@pytest.mark.parametrize("nbytes", [parts.WHOLE, parts.WHOLE + 1, 1_000_003])
+@pytest.mark.parametrize("nbytes", [packet_parts.WHOLE, packet_parts.WHOLE + 1, 1_000_003])
 @pytest.mark.parametrize("connections", [*range(2, 17), 64])
 def test_the_parts_of_a_packet_are_the_packet(nbytes, connections):
     found = started(nbytes, connections)
-    assert [name for name, *_ in found] == list(range(min(connections, -(-nbytes * 16 // parts.WHOLE))))
+    assert [name for name, *_ in found] == list(
+        range(min(connections, -(-nbytes * 16 // packet_parts.WHOLE)))
+    )
     ends = [first + size for _, first, size in found]
     assert [first for _, first, _ in found] == [0, *ends[:-1]] and ends[-1] == nbytes
     sizes = [size for *_, size in found]
-    assert len(set(sizes[:-1])) == 1 and sizes[0] % parts.ALIGNMENT == 0
-    assert 0 < sizes[-1] <= sizes[0] >= parts.WHOLE // 16
+    assert len(set(sizes[:-1])) == 1 and sizes[0] % packet_parts.ALIGNMENT == 0
+    assert 0 < sizes[-1] <= sizes[0] >= packet_parts.WHOLE // 16
 
 
 def test_a_small_packet_stays_whole():
-    assert started(parts.WHOLE - 1, 3) == [(0, 0, parts.WHOLE - 1)]
+    assert started(packet_parts.WHOLE - 1, 3) == [(0, 0, packet_parts.WHOLE - 1)]
     assert started(1 << 20, 1) == [(0, 0, 1 << 20)]
 
 
@@ -75,9 +77,9 @@ def test_the_time_out_is_that_of_all_parts_together(monkeypatch):
             now.append(now[-1] + 0.05)
 
     given, now = [], [0.0]
-    monkeypatch.setattr(parts, "time", SimpleNamespace(monotonic=lambda: now[-1]))
-    parts.Parts([Slow(), Slow(), Slow()]).wait(timedelta(seconds=0.08))
-    assert given == [timedelta(seconds=0.08), timedelta(seconds=0.03), parts.SHORTEST]
+    monkeypatch.setattr(packet_parts, "time", SimpleNamespace(monotonic=lambda: now[-1]))
+    packet_parts.Parts([Slow(), Slow(), Slow()]).wait(timedelta(seconds=0.08))
+    assert given == [timedelta(seconds=0.08), timedelta(seconds=0.03), packet_parts.SHORTEST]
 
 
 def shuffle_parts(groups):
@@ -141,7 +143,7 @@ LONG = pytest.param(10_000, 1, False, marks=pytest.mark.extended)
 @pytest.mark.extended(keep=1)
 def test_parts_that_arrive_in_any_order_are_put_together(count, depth, staged, monkeypatch):
     """In host memory, too, where the device's cannot be sent."""
-    monkeypatch.setattr(parts, "WHOLE", 64)
+    monkeypatch.setattr(packet_parts, "WHOLE", 64)
     free, wrong = run_ranks(2, messages, count, depth, staged)
     assert wrong == [] and free <= 3 + depth
 
@@ -170,7 +172,7 @@ def failing(how, number, staged, folder):
     packet, message = torch.zeros(1 << 22, dtype=torch.uint8), folder / "message"
     if rank == 1:
         connections[number].isend = lambda *args: None
-        sent = parts.isend(packet, 0, connections)
+        sent = packet_parts.isend(packet, 0, connections)
         if how == "dies":
             os._exit(0)
         if how == "cut":
@@ -232,7 +234,7 @@ def used_groups(block):
 
 
 def test_every_part_goes_over_a_connection_of_its_own(monkeypatch):
-    monkeypatch.setattr(parts, "WHOLE", 64)
+    monkeypatch.setattr(packet_parts, "WHOLE", 64)
     for transfers, link in run_ranks(2, used_groups, {"link": {"connections": CONNECTIONS, "depth": 2}}):
         assert len(transfers) == 2 * CONNECTIONS and len(set(transfers.values())) == 1, transfers
         assert re.search(rf"\b{CONNECTIONS} connections\b", link), link
@@ -253,7 +255,7 @@ def sockets_of_a_run(stages, replicas, connections):
 @pytest.mark.parametrize("stages, replicas", [(3, 2), (4, 1)])
 def test_a_connection_takes_one_socket_in_jobs_of_any_size(stages, replicas, monkeypatch):
     """Each was a group of every rank: a socket for each of them."""
-    monkeypatch.setattr(parts, "WHOLE", 64)
+    monkeypatch.setattr(packet_parts, "WHOLE", 64)
     ranks = stages * replicas
     one, several = (run_ranks(ranks, sockets_of_a_run, stages, replicas, n) for n in (1, CONNECTIONS))
     for (few, ends, losses), (many, _, same) in zip(one, several):
