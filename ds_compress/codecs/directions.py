@@ -51,7 +51,7 @@ def subtract_directions(m: Tensor, rank: int) -> tuple[Tensor, tuple[Tensor, ...
         hundred times longer than other tokens, whose coefficients would be 0 in its unit. The coefficients
         of a row that is not finite, or beyond the range of products, are 0, and its rest is the row.
     """
-    basis, units = to_int8(_strongest(m[:: max(1, len(m) // SAMPLE)].float(), rank))
+    basis, units = to_int8(_strongest(m[:: max(1, len(m) // SAMPLE)], rank))
     rounded = from_int8(basis, units)
     dual = rounded / rounded.square().sum(1, keepdim=True).clamp(min=0.5)  # a direction of zeros stays
     rest, codes, exponents = kernels(m.device).subtract_product(m, dual, rounded)
@@ -67,9 +67,10 @@ def add_directions(rest: Tensor, codes: Tensor, exponents: Tensor, basis: Tensor
 
 
 def _strongest(sample: Tensor, rank: int) -> Tensor:
-    """Return the `rank` strongest directions of the rows of an fp32 `sample`, orthonormal rows or zeros."""
-    largest = sample.abs().amax(1, keepdim=True)
-    sample = torch.where(largest > 0, sample / largest, 0)  # all rows count alike
+    """Return the `rank` strongest directions of the rows of a `sample`, fp32 orthonormal rows or zeros."""
+    sample = sample.to(torch.float32, copy=True)
+    largest = torch.maximum(sample.amax(1, keepdim=True), -sample.amin(1, keepdim=True))
+    sample.div_(torch.where(largest > 0, largest, torch.inf)).nan_to_num_(0)  # all finite rows count alike
     products = sample @ sample.T
     mixture = products[:, :: max(1, len(sample) // rank)][:, :rank]  # of rows, for each direction
     for _ in range(ITERATIONS):

@@ -34,9 +34,9 @@ from ds_compress.engine.tied import reduce_tied_gradients
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary, Channel
 from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
+from ds_compress.transport.codec_stream import CodecStream
 from ds_compress.transport.p2p import PeerTimeout, Receiver, Sender
 from ds_compress.transport.packet_memory import Packet
-from ds_compress.transport.streams import CodecStream
 
 Queue = Callable[[Callable[..., Any], list[Tensor]], None]
 

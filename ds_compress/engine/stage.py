@@ -14,8 +14,8 @@ from ds_compress.config import Config
 from ds_compress.engine.intercept import PointToPoint, ShapeLinks, Specs
 from ds_compress.message.channel import Boundary, Channel
 from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
+from ds_compress.transport.codec_stream import Made
 from ds_compress.transport.p2p import ExchangeConnections
-from ds_compress.transport.streams import Made
 
 
 class StepContext(NamedTuple):

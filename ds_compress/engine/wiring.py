@@ -11,6 +11,7 @@ from ds_compress.engine.intercept import ShapeLinks
 from ds_compress.engine.stage import Stage
 from ds_compress.message.channel import Channel
 from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
+from ds_compress.transport.codec_stream import CodecStream, codec_stream_for
 from ds_compress.transport.connections import connect, require_files
 from ds_compress.transport.p2p import (
     ExchangeConnections,
@@ -20,7 +21,6 @@ from ds_compress.transport.p2p import (
     channel_groups,
 )
 from ds_compress.transport.staging import receives_hold_device
-from ds_compress.transport.streams import CodecStream, codec_stream_for
 
 SHAPES, EXTRA = " shapes", " extra"
 

@@ -11,9 +11,9 @@ from ds_compress.codec import MessageId
 from ds_compress.message.channel import Channel
 from ds_compress.message.layout import MessageLayout
 from ds_compress.message.observer import UNTIMED, Observer, SeenMessage
+from ds_compress.transport.codec_stream import CodecStream
 from ds_compress.transport.p2p import Receiver, Sender
 from ds_compress.transport.packet_memory import Packet
-from ds_compress.transport.streams import CodecStream
 
 Link = TypeVar("Link", Sender, Receiver)
 

@@ -7,8 +7,8 @@ import torch
 
 from ds_compress.config import Config
 from ds_compress.message.channel import Boundary
+from ds_compress.transport.codec_stream import Made
 from ds_compress.transport.p2p import ExchangeConnections
-from ds_compress.transport.streams import Made
 
 
 class Trainer(Protocol):

@@ -7,8 +7,8 @@ blocking: DeepSpeed's own order and process group; each call returns when its pa
 eager:    sends return at once and receives are posted ahead. Each channel of a rank has a process group, or
           connections, of its own, so channels need no common order.
 
-Transfers are those of torch.distributed (`packet_parts.py`): `isend` of deepspeed.comm blocks in older releases and
-has no time-outs.
+Transfers are those of torch.distributed (`packet_parts.py`): `isend` of deepspeed.comm blocks in older
+releases and has no time-outs.
 """
 
 import functools

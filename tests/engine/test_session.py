@@ -33,6 +33,9 @@ EVERYTHING = {
     "link": {"depth": "auto", "connections": "auto"},
 }
 
+SHARED_KEYS = "min_numel", "guard", "monitor", "link"
+AUTO = {"recipe": "auto", **{key: EVERYTHING[key] for key in SHARED_KEYS}}
+
 
 def reached(start, stops):
     """Return all objects that `start` refers to without passing `stops`, classes and modules left out."""
@@ -53,7 +56,8 @@ def reached(start, stops):
         elif isinstance(each, types.MethodType):
             waiting.append(each.__self__)
         elif type(each).__module__.startswith("ds_compress"):
-            waiting += [getattr(each, "__dict__", {})]
+            slots = (name for base in type(each).__mro__ for name in getattr(base, "__slots__", ()))
+            waiting += [getattr(each, "__dict__", {}), *(getattr(each, name, None) for name in slots)]
         elif hasattr(each, "func") and hasattr(each, "keywords"):  # functools.partial
             waiting += [each.func, *each.args, *each.keywords.values()]
     return found
@@ -76,21 +80,25 @@ def looked_at(block):
     """Our attributes of an engine and of its class, its parts, and which of them knows which other object."""
     stock, engine, data = build(2, ds_config()), build(2, ds_config(block)), batches()
     stock.train_batch(data)
-    ours = []
-    for _ in range(3):  # in the middle of the measurements of depth "auto"
+    ours, found = [], set()
+    for _ in range(4):  # with the measurements of depth "auto" in their middle
         engine.train_batch(data)
         ours.append(sorted(vars(engine).keys() - vars(stock).keys()))
+        parts, of_batch = known(engine)
+        found |= of_batch
     mro = [each.__name__ for each in type(engine).__mro__]
-    return ours, mro[: mro.index("PipelineEngine")], *known(engine)
+    return ours, mro[: mro.index("PipelineEngine")], parts, found, type(engine.ds_compress.depth).__name__
 
 
-def test_one_attribute_and_parts_apart():
+@pytest.mark.parametrize("block, depth", [(EVERYTHING, "DepthController"), (AUTO, "AutoController")])
+def test_one_attribute_and_parts_apart(block, depth):
     """Once eleven private attributes: the guard reached into the reconfiguration, and that one back."""
-    for ours, classes, parts, found in run_ranks(2, looked_at, EVERYTHING):
-        assert ours == [["ds_compress"]] * 3
+    for ours, classes, parts, found, controller in run_ranks(2, looked_at, block):
+        assert ours == [["ds_compress"]] * 4
         assert classes == ["CompressedPipelineEngine", "CompressedEngine"]
         assert parts == ["connections", "depth", "guard", "monitor", "policy", "replica_check", "watchdog"]
         assert found == set()
+        assert controller == depth
 
 
 def known_in(block, stages, layers):

@@ -16,8 +16,8 @@ from ds_compress.monitor import lines
 from ds_compress.monitor.guard_limits import MessageQuality
 from ds_compress.monitor.metrics import residual_values
 from ds_compress.monitor.monitor import Monitor
+from ds_compress.transport.codec_stream import CodecStream
 from ds_compress.transport.p2p import Sender
-from ds_compress.transport.streams import CodecStream
 from tests.support.codecs import error_of, roundtrip
 
 

@@ -19,7 +19,7 @@ from torch.distributed import HashStore, TCPStore
 from ds_compress.config.replicas import OuterOptions, ReplicasOptions, build_replica_codec
 from ds_compress.errors import CompressionError
 from ds_compress.sites import board as board_module
-from ds_compress.sites import handover, moves
+from ds_compress.sites import chunks, handover
 from ds_compress.sites import rounds as rounds_module
 from ds_compress.sites.board import KEPT_ROUNDS, PREFIX, WINDOW, Board, Position, Shipment, members_of
 from ds_compress.sites.outer_step import Anchor, DeltaCodec, DeltaPart
@@ -570,8 +570,8 @@ def test_who_moves_chunks_tends_and_gives_up_a_silent_connection(store, monkeypa
     """One connection of several that is silent kept a newcomer waiting for ever. Moves that are asked for
     meanwhile go over the connection that is free."""
     monkeypatch.setattr(board_module, "CHUNK", 100)
-    monkeypatch.setattr(moves, "SILENCE_S", 0.5)
-    monkeypatch.setattr(moves, "END_S", 0.1)
+    monkeypatch.setattr(chunks, "SILENCE_S", 0.5)
+    monkeypatch.setattr(chunks, "END_S", 0.1)
     answers, tended = threading.Event(), []
 
     class Silent(Lazy):

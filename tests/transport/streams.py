@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_compress.engine import wiring
 from ds_compress.kernels import numerics
-from ds_compress.transport import p2p, packet_parts, staging, streams
+from ds_compress.transport import codec_stream, p2p, packet_parts, staging
 
 HOST_WAITS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"}
 """Operations whose result, or its size, the host has to wait for."""
@@ -211,7 +211,7 @@ def install(staged, deaf=()):
     module.current_stream = lambda which=None: device.stream
     torch.get_device_module = lambda which=None: module
     torch.Tensor.record_stream = lambda tensor, stream: device.recorded(tensor, stream)
-    wiring.codec_stream_for = streams.DeviceCodecStream
+    wiring.codec_stream_for = codec_stream.DeviceCodecStream
     staging.pinned = _pinned
     numerics.is_readable = lambda x: False
     if staged:

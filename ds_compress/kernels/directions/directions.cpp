@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "../native/calls.h"
 #include "../simd/reduce.h"
@@ -9,7 +10,7 @@
 namespace {
 
 constexpr int64_t MOST = 64;  // directions
-constexpr int TOGETHER = LANES == 16 ? 4 : 2;  // rows, and directions, whose sums the registers hold: 32 of AVX-512, 16 of others
+constexpr int ROWS_AT_ONCE = 4, TOGETHER = LANES == 16 ? 4 : 2;  // directions, or vectors, whose sums registers hold: 32 of AVX-512, 16 of others
 constexpr float LARGEST_FACTOR = 0x1p104f;
 constexpr int CODE_BITS = 7;
 
@@ -27,23 +28,50 @@ struct SubtractArguments {
     void* rest;
 };
 
-typedef float Coefficients[TOGETHER][MOST];
+typedef float Coefficients[ROWS_AT_ONCE][MOST];
 
-// The products of ROWS rows with COUNT directions, from `direction` on.
-template <int ROWS, int COUNT, class In>
-void multiply(const In* x, const float* dual, int64_t width, int64_t direction, Coefficients& to) {
-    Floats sums[ROWS][COUNT] = {};
+// Vectors of directions in the order in which they are read: [rank / TOGETHER, vectors of a row, TOGETHER], filled up with zeros.
+// As rows of a matrix they would lie a power of two apart, and take each other's place in the cache.
+class Directions {
+public:
+    Directions(const float* from, const Factors& factors)
+        : rank(factors.rank), vectors((factors.width + LANES - 1) / LANES),
+          values((rank + TOGETHER - 1) / TOGETHER * TOGETHER * vectors * LANES) {
+        for (int64_t d = 0; d < rank; ++d)
+            in_vectors(factors.width, [&](int64_t i, int64_t lanes) {
+                store(load_partial(from + d * factors.width + i, lanes), &values[place(i, d)]);
+            });
+    }
+
+    // Of direction d, from value i on, a multiple of LANES.
+    Floats vector(int64_t i, int64_t d) const { return load(&values[place(i, d)]); }
+
+    const int64_t rank;
+
+private:
+    int64_t place(int64_t i, int64_t d) const {
+        return ((d / TOGETHER * vectors + i / LANES) * TOGETHER + d % TOGETHER) * LANES;
+    }
+
+    const int64_t vectors;
+    std::vector<float> values;
+};
+
+// The products of ROWS rows with TOGETHER directions, from `first` on.
+template <int ROWS, class In>
+void multiply(const In* x, const Directions& dual, int64_t width, int64_t first, Coefficients& to) {
+    Floats sums[ROWS][TOGETHER] = {};
     in_vectors(width, [&](int64_t i, int64_t lanes) {
         Floats values[ROWS];
         each<ROWS>([&](auto row) { values[row] = load_partial(x + row * width + i, lanes); });
-        each<COUNT>([&](auto d) {
-            const Floats own = load_partial(dual + (direction + d) * width + i, lanes);
+        each<TOGETHER>([&](auto d) {
+            const Floats own = dual.vector(i, first + d);
             each<ROWS>([&](auto row) { sums[row][d] = multiply_add(values[row], own, sums[row][d]); });
         });
     });
     const auto add = [](Floats a, Floats b) { return a + b; };
     for (int row = 0; row < ROWS; ++row)
-        for (int d = 0; d < COUNT; ++d) to[row][direction + d] = reduce(sums[row][d], add)[0];
+        for (int d = 0; d < TOGETHER; ++d) to[row][first + d] = reduce(sums[row][d], add)[0];
 }
 
 // Rounds coefficients to codes in units of 2^the exponent that it returns; `factors.py` says how.
@@ -64,19 +92,37 @@ inline int8_t round_to_codes(const float* coefficients, int64_t rank, int8_t* co
     return static_cast<int8_t>(exponent);
 }
 
-// y = x + coefficients * basis, of ROWS rows.
+// y = x + coefficients * basis, of ROWS rows, in COUNT vectors from value `begin` on; the last one has so many lanes.
+template <int ROWS, int COUNT, class In, class Out>
+void add_vectors(const In* x, const Coefficients& coefficients, const Directions& basis, int64_t width, int64_t begin,
+                 int64_t lanes, Out* y) {
+    Floats sums[ROWS][COUNT];
+    const auto in_each = [&](const auto& work) {
+        each<ROWS>([&](auto row) {
+            each<COUNT>([&](auto vector) { work(sums[row][vector], row * width + begin + vector * LANES); });
+        });
+    };
+    in_each([&](Floats& sum, int64_t i) { sum = load_partial(x + i, lanes); });
+    for (int64_t d = 0; d < basis.rank; ++d) {
+        Floats own[COUNT];
+        each<COUNT>([&](auto vector) { own[vector] = basis.vector(begin + vector * LANES, d); });
+        each<ROWS>([&](auto row) {
+            const Floats factor = coefficients[row][d] - Floats{};  // one instruction; x + 0 is a sum, too
+            each<COUNT>([&](auto vector) { sums[row][vector] = multiply_add(own[vector], factor, sums[row][vector]); });
+        });
+    }
+    in_each([&](Floats sum, int64_t i) { store_partial(sum, y + i, lanes); });
+}
+
 template <int ROWS, class In, class Out>
-void add_rows(const In* x, const Coefficients& coefficients, const Factors& factors, Out* y) {
-    const int64_t width = factors.width;
-    in_vectors(width, [&](int64_t i, int64_t lanes) {
-        Floats sums[ROWS];
-        each<ROWS>([&](auto row) { sums[row] = load_partial(x + row * width + i, lanes); });
-        for (int64_t d = 0; d < factors.rank; ++d) {
-            const Floats own = load_partial(factors.basis + d * width + i, lanes);
-            each<ROWS>([&](auto row) { sums[row] = multiply_add(own, Floats{} + coefficients[row][d], sums[row]); });
-        }
-        each<ROWS>([&](auto row) { store_partial(sums[row], y + row * width + i, lanes); });
-    });
+void add_rows(const In* x, const Coefficients& coefficients, const Directions& basis, int64_t width, Out* y) {
+    constexpr int64_t BLOCK = TOGETHER * LANES;
+    int64_t begin = 0;
+    for (; begin + BLOCK <= width; begin += BLOCK) add_vectors<ROWS, TOGETHER>(x, coefficients, basis, width, begin, LANES, y);
+    for (; begin < width; begin += LANES) {
+        const int64_t lanes = std::min<int64_t>(LANES, width - begin);
+        add_vectors<ROWS, 1>(x, coefficients, basis, width, begin, lanes, y);
+    }
 }
 
 // What the codes of ROWS rows stand for, times `sign`.
@@ -89,18 +135,14 @@ void read_codes(const Factors& factors, int64_t row, float sign, Coefficients& t
 }
 
 template <int ROWS, class In>
-void subtract_rows(const In* x, const SubtractArguments& args, int64_t row, In* rest) {
-    const Factors& factors = args.factors;
+void subtract_rows(const In* x, const Directions& dual, const Directions& basis, const Factors& factors, int64_t row, In* rest) {
     Coefficients coefficients;
-    int64_t d = 0;
-    for (; d + TOGETHER <= factors.rank; d += TOGETHER)
-        multiply<ROWS, TOGETHER>(x, args.dual, factors.width, d, coefficients);
-    for (; d < factors.rank; ++d) multiply<ROWS, 1>(x, args.dual, factors.width, d, coefficients);
+    for (int64_t d = 0; d < dual.rank; d += TOGETHER) multiply<ROWS>(x, dual, factors.width, d, coefficients);
     for (int64_t r = 0; r < ROWS; ++r)
         factors.exponents[row + r] =
-            round_to_codes(coefficients[r], factors.rank, factors.codes + (row + r) * factors.rank);
+            round_to_codes(coefficients[r], dual.rank, factors.codes + (row + r) * dual.rank);
     read_codes<ROWS>(factors, row, -1, coefficients);
-    add_rows<ROWS>(x, coefficients, factors, rest);
+    add_rows<ROWS>(x, coefficients, basis, factors.width, rest);
 }
 
 struct ProjectArguments {
@@ -141,11 +183,11 @@ void project(Value* x, const Value* onto, int64_t width, float& length, bool set
     });
 }
 
-// work(row, ROWS) of all rows, ROWS of them together.
+// work(row, ROWS) of all rows, ROWS of them at once.
 template <class F>
 void for_rows(int64_t rows, int threads, const F& work) {
     in_parallel(rows, threads, [&](int64_t row, int64_t end) {
-        for (; row + TOGETHER <= end; row += TOGETHER) work(row, std::integral_constant<int, TOGETHER>());
+        for (; row + ROWS_AT_ONCE <= end; row += ROWS_AT_ONCE) work(row, std::integral_constant<int, ROWS_AT_ONCE>());
         for (; row < end; ++row) work(row, std::integral_constant<int, 1>());
         return true;
     });
@@ -156,22 +198,25 @@ void for_rows(int64_t rows, int threads, const F& work) {
 extern "C" {
 
 int64_t subtract_product(const SubtractArguments& args, int threads) {
-    with_type(args.factors.values, args.factors.bf16, [&](auto* x) {
+    const Factors& factors = args.factors;
+    const Directions dual(args.dual, factors), basis(factors.basis, factors);
+    with_type(factors.values, factors.bf16, [&](auto* x) {
         auto* rest = static_cast<decltype(x)>(args.rest);
-        for_rows(args.factors.rows, threads, [&](int64_t row, auto ROWS) {
-            const int64_t begin = row * args.factors.width;
-            subtract_rows<ROWS()>(x + begin, args, row, rest + begin);
+        for_rows(factors.rows, threads, [&](int64_t row, auto ROWS) {
+            const int64_t begin = row * factors.width;
+            subtract_rows<ROWS()>(x + begin, dual, basis, factors, row, rest + begin);
         });
     });
     return 0;
 }
 
 int64_t add_product(const Factors& args, int threads) {
+    const Directions basis(args.basis, args);
     with_type(args.values, args.bf16, [&](auto* y) {
         for_rows(args.rows, threads, [&](int64_t row, auto ROWS) {
             Coefficients coefficients;
             read_codes<ROWS()>(args, row, 1, coefficients);
-            add_rows<ROWS()>(y + row * args.width, coefficients, args, y + row * args.width);
+            add_rows<ROWS()>(y + row * args.width, coefficients, basis, args.width, y + row * args.width);
         });
     });
     return 0;

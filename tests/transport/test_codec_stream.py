@@ -12,7 +12,7 @@ from ds_compress.kernels.backends import reference
 from ds_compress.message.channel import Boundary
 from ds_compress.message.observer import SeenMessage
 from ds_compress.runtime.policy import GradientNorms
-from ds_compress.transport.streams import CodecStream, DeviceCodecStream
+from ds_compress.transport.codec_stream import CodecStream, DeviceCodecStream
 from tests.support.pipeline import batches, build, ds_config
 from tests.support.ranks import run_ranks
 from tests.transport.streams import install
