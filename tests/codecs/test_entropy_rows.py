@@ -148,10 +148,14 @@ def test_the_rest_is_no_longer_than_the_message(rows):
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 3e38])
 def test_what_no_product_can_hold_is_left_in_the_rest(value):
+    """A row with an infinite value left the whole message without directions."""
     x = young(64, 64)
     x[5, 7] = value
+    given, others = x.clone(), torch.arange(64) != 5
     rest, factors = subtract_directions(x, 4)
     assert torch.equal(rest[5].isfinite(), x[5].isfinite())
+    assert rest[others].norm() < 0.5 * x[others].norm()
+    assert torch.equal(x.nan_to_num(7), given.nan_to_num(7))
     assert add_directions(rest, *factors)[9].isfinite().all()
 
 
