@@ -72,7 +72,8 @@ class EF21Codec(FeedbackCodec, StatefulFeedback, ObservesWarmup):
         change, state = self.codec.decode(parts, spec, ctx), self.state.load(ctx, spec)
         new, keep = kernels(change.device).update_state(state, change, ctx.loss_scale)
         self.state.save(ctx, spec, new, keep)
-        return cast(new * ctx.loss_scale, spec.dtype)
+        is_other = ctx.loss_scale == 1 and new.dtype != spec.dtype  # else a copy, as the state stays here
+        return cast(new if is_other else new * ctx.loss_scale, spec.dtype)
 
     def observe(self, x: Tensor, ctx: Context) -> None:
         spec = TensorSpec.of(x)

@@ -33,8 +33,8 @@ def delta(x: Tensor, state: Tensor, factor: float) -> Tensor:
 
 
 def add_delta(state: Tensor, change: Tensor, divisor: float) -> Tensor:
-    """Return state + change / divisor."""
-    return state + change.to(state.dtype) / as_divisor(divisor, state)
+    """Return state + change / divisor, in state's dtype; a divisor of 1 is no operation."""
+    return state + (change if divisor == 1 else change.to(state.dtype) / as_divisor(divisor, state))
 
 
 def update_state(state: Tensor, change: Tensor, divisor: float) -> tuple[Tensor, Tensor]:
