@@ -43,11 +43,11 @@ class Channel:
     def __init__(self, boundary: "Boundary", direction: str, codec: Codec):
         self.boundary = boundary
         self.direction = direction
-        self.codec = codec
         self.sent = Counters()
         self.uncompressed_tail = 0  # tensors at the end of its messages that are never compressed
         self._layouts: dict[tuple[tuple[TensorSpec, ...], Kind], MessageLayout] = {}
         self._latest: dict[Kind, MessageLayout] = {}
+        self.adopt(codec)
 
     @property
     def place(self) -> str:
@@ -57,6 +57,7 @@ class Channel:
     def adopt(self, codec: Codec) -> None:
         """Use `codec` from the next message on; the counters go on."""
         self.codec = codec
+        self.following = tuple(layers(codec, FollowsForward))  # type: ignore[type-abstract]
         self._layouts.clear()
         self._latest.clear()
 
@@ -307,8 +308,8 @@ class Boundary:
         and a copy if it lies in the memory of `packet`, which is used again."""
         if not message_id.training or message_id.direction == "backward":
             return {}
-        followers = layers(self.backward.codec, FollowsForward)  # type: ignore[type-abstract]
-        if not any(each.wants_activation(TensorSpec.of(tensor)) for each in followers):
+        following = self.backward.following
+        if not following or not any(each.wants_activation(TensorSpec.of(tensor)) for each in following):
             return {}
         memory = tensor.untyped_storage().data_ptr()
         is_view = packet is not None and memory == packet.memory.untyped_storage().data_ptr()
