@@ -49,11 +49,6 @@ def clear_rows(y: Tensor, bits: Tensor) -> Tensor:
     return y
 
 
-def arithmetic_dtype(message: torch.dtype, wire: torch.dtype) -> torch.dtype:
-    """Return the message's dtype if the wire has it too, as the model would compute; else fp32."""
-    return message if message == wire else torch.float32
-
-
 def as_message(matrix: Tensor, spec: TensorSpec) -> Tensor:
     """Return `matrix` in the shape and dtype of `spec`, with finite values clamped to the range of fp16.
 

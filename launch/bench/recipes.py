@@ -27,7 +27,7 @@ from ds_compress.kernels.memory import retain_freed_memory
 from launch.reproduce.run import environment
 from launch.reproduce.tables import markdown
 
-RECIPES = ("safe", "balanced", "aggressive", "quant4", "quant4_8", "topk10")
+RECIPES = ("safe", "balanced", "aggressive", "quant4", "quant4_8", "topk10", "fp8", "lowrank32")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 GBPS = (0.1, 1, 10)
 

@@ -38,6 +38,14 @@ def test_is_powersgd():
         torch.testing.assert_close(pair(x).double(), p @ q.T, rtol=0, atol=1e-5)
 
 
+def test_a_message_of_bf16_is_multiplied_in_fp32():
+    """On a CPU: without instructions for bf16 rank 32 took 2 s for [2048, 4096], in fp32 0.04 s."""
+    x = with_spectrum(0.8, 60, 40).bfloat16()
+    alike, wide = (Pair({"name": "lowrank", "rank": 4}, "none") for _ in range(2))
+    for _ in range(2):
+        assert torch.equal(alike(x), wide(x.float()).bfloat16())
+
+
 def test_warm_start_improves_to_the_best_approximation():
     pair, x = Pair({"name": "lowrank", "rank": 4, "dtype": "fp32"}, "none"), with_spectrum(0.9, 128, 64)
     errors = [relative_error(x, pair(x)) for _ in range(30)]
