@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_compress.codec import Context, Layout, TensorSpec
 from ds_compress.kernels.backends import kernels
-from ds_compress.kernels.numerics import is_readable
+from ds_compress.kernels.numerics import cast, is_readable
 
 WIRE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -50,14 +50,12 @@ def clear_rows(y: Tensor, bits: Tensor) -> Tensor:
 
 
 def as_message(matrix: Tensor, spec: TensorSpec) -> Tensor:
-    """Return `matrix` in the shape and dtype of `spec`, with finite values clamped to the range of fp16.
+    """Return `matrix` in the shape and dtype of `spec`, with finite values within its range.
 
-    An approximation of numbers near 65504 can exceed that, and inf would look like an overflow of the model.
+    An approximation of numbers near 65504 can exceed that of fp16, and inf would look like an overflow of the
+    model.
     """
-    if spec.dtype == torch.float16:
-        largest = torch.finfo(torch.float16).max
-        matrix = torch.where(matrix.isfinite(), matrix.clamp(-largest, largest), matrix)
-    return matrix.to(spec.dtype).view(spec.shape)
+    return cast(matrix, spec.dtype).view(spec.shape)
 
 
 def boundary_noise(shape: tuple[int, int], ctx: Context) -> Tensor:
