@@ -38,9 +38,19 @@ def zero_rows(x: Tensor) -> Tensor:
     if not is_readable(x):
         return rows.any(1).logical_not_()
     zero = rows[:, :FIRST].any(1).logical_not_()
-    if len(rest := zero.nonzero().view(-1)):
-        zero[rest] = rows[rest].any(1).logical_not_()
+    rest = zero.nonzero().view(-1)
+    if 4 * len(rest) > len(rows) and rows.numel():  # a copy of them takes longer, as does any() of all
+        return (rows.amax(1) == 0) & (rows.amin(1) == 0)
+    zero[rest] = rows[rest].any(1).logical_not_()
     return zero
+
+
+def set_to_zero(rows: Tensor, zero: Tensor) -> None:
+    """Set those of the `rows`, [n, width], to 0 that `zero`, bool [n], has."""
+    if is_readable(zero):
+        rows.index_fill_(0, zero.nonzero().view(-1), 0)  # touches no others
+    else:
+        rows.masked_fill_(zero[:, None], 0)
 
 
 def pack_rows(rows: Tensor, out: Tensor | None = None) -> Tensor:
@@ -52,9 +62,7 @@ def pack_rows(rows: Tensor, out: Tensor | None = None) -> Tensor:
 def clear_rows(y: Tensor, bits: Tensor) -> Tensor:
     """Set the rows of `y`, contiguous, to 0 that are among `bits` of `pack_rows`; return `y`."""
     rows = matrix_shape(tuple(y.shape))
-    zero = kernels(bits.device).unpack_bits(bits, rows[0])
-    if not is_readable(zero) or zero.any():
-        y.view(rows).masked_fill_(zero[:, None], 0)
+    set_to_zero(y.view(rows), kernels(bits.device).unpack_bits(bits, rows[0]))
     return y
 
 

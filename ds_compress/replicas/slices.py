@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ds_compress.codec import Codec, Context, Layout, MessageId, TensorSpec, check_accepted, fill
+from ds_compress.codecs.shapes import set_to_zero, zero_rows
 from ds_compress.errors import errors_at
 from ds_compress.feedback.state import residuals
 from ds_compress.kernels.backends import kernels
@@ -68,14 +69,20 @@ class RowSpan(NamedTuple):
 
     def are_zero(self, values: Tensor) -> Tensor:
         """Return bool [touched]: the rows of `values`, [numel], in which all are 0."""
-        after = self.touched * self.width - self.before - values.numel()
-        if self.before or after:
-            values = torch.nn.functional.pad(values, (self.before, after))
-        return values.view(self.touched, self.width).any(1).logical_not_()
+        return torch.cat([zero_rows(rows) for rows in self._cut(values)])
 
-    def spread(self, rows: Tensor, numel: int) -> Tensor:
-        """Return bool [numel]: for each value whether its row is among `rows`, bool [touched]."""
-        return rows.repeat_interleave(self.width)[self.before : self.before + numel]
+    def set_to_zero(self, values: Tensor, zero: Tensor) -> None:
+        """Set the rows of `values`, [numel], to 0 that `zero`, bool [touched], has."""
+        cut = self._cut(values)
+        for rows, own in zip(cut, zero.split([*map(len, cut)])):
+            set_to_zero(rows, own)
+
+    def _cut(self, values: Tensor) -> list[Tensor]:
+        """Return views of `values` as [rows, width]; a row that began before, or ends later, by itself."""
+        first = min(-self.before % self.width, values.numel())
+        last = (values.numel() - first) % self.width
+        parts = values.split([first, values.numel() - first - last, last])
+        return [part.view(-1, min(len(part), self.width)) for part in parts if len(part)]
 
 
 @dataclass(eq=False)
@@ -160,10 +167,8 @@ class SliceCodec:
         fill(payload, self.codec.encode_into(x, self._context(message_id, sender, own.memory), payload))
         if rows is not None and zero is not None:
             views[-1].copy_(kernels(x.device).pack_bits(zero))
-            if not is_readable(zero) or zero.any():  # these rows lose nothing
-                values = rows.spread(zero, x.numel())
-                for residual in self._residuals(own, half):
-                    residual.masked_fill_(values, 0)
+            for residual in self._residuals(own, half):
+                rows.set_to_zero(residual, zero)  # these rows lose nothing
         layout.write_header(packet, message_id)
 
     def decode(self, own: Slice, memory: Tensor, half: str, step: int, sender: int) -> Tensor:
@@ -185,12 +190,9 @@ class SliceCodec:
             place = f"{self._content} from replica {sender}, slice {own.number}, {half}"
             explain(error, self.codec, place, message_id)
             raise
-        if rows is None:
-            return values
-        zero = kernels(memory.device).unpack_bits(views[-1], rows.touched)
-        if is_readable(zero) and not zero.any():
-            return values
-        return values.masked_fill_(rows.spread(zero, values.numel()), 0)
+        if rows is not None:
+            rows.set_to_zero(values, kernels(memory.device).unpack_bits(views[-1], rows.touched))
+        return values
 
     def _rows(self, own: Slice) -> RowSpan | None:
         """Return the rows of the slice `own` that its packet has bits of; None: it has none."""

@@ -103,6 +103,23 @@ def test_slices_that_touch_different_numbers_of_rows_are_gathered(replicas):
     assert (model.weight.grad - total / replicas).norm() < 0.02 * total.norm() / replicas
 
 
+@pytest.mark.parametrize(
+    "width, start, numel", [(96, 0, 960), (96, 40, 500), (96, 40, 30), (96, 95, 1), (9, 5, 31)]
+)
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 1.0])
+def test_the_rows_of_a_run_of_values(width, start, numel, share):
+    """A copy padded to whole rows, and a bool of each value, took longer than the codec."""
+    rows = RowSpan.of(width, start, numel)
+    values = torch.where(torch.rand(numel) < share, torch.randn(numel), 0)
+    behind = rows.touched * width - rows.before - numel
+    padded = torch.nn.functional.pad(values, (rows.before, behind)).view(rows.touched, width)
+    assert torch.equal(rows.are_zero(values), ~padded.any(1))
+    cleared, zero = values.clone(), torch.arange(rows.touched) % 2 == 0
+    rows.set_to_zero(cleared, zero)
+    padded[zero] = 0
+    assert torch.equal(cleared, padded.view(-1)[rows.before : rows.before + numel])
+
+
 def test_what_a_zero_row_has_left_over_is_still_sent():
     """A row that was used once keeps its residual, and the next packets send it."""
     options = ReplicasOptions(codec=FOUR, feedback="ef")
