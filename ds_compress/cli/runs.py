@@ -59,29 +59,30 @@ class RecordedRun:
 
     def bytes_ratio(self, kind: str = "") -> float:
         """Return raw over wire bytes of the whole run, of what `total` sums; nan where it wrote none."""
-        wire = self.last_total("wire_bytes", kind)
-        return self.last_total("raw_bytes", kind) / wire if wire > 0 else math.nan
+        return _ratio(self.last_total("raw_bytes", kind), self.last_total("wire_bytes", kind))
 
     def rounds(self) -> dict[str, float]:
-        """Return what rounds of replicas that are launched apart were like; empty if there were none.
+        """Return what rounds of replicas that are launched apart were like; empty if none is known.
 
         Returns:
             rounds: their number; members_least, members_most: replicas that counted; mb: sent by this one
-            in a round, by all stages; seconds: median, of the slowest stage.
+            in a round, by all stages; seconds: median, of the slowest stage, nan where none wrote it.
         """
         counts = self.series.get(exchange_label("replicas", 0, "rounds"), [])
         if not counts or not counts[-1][1]:
             return {}
-        present = self.series[exchange_label("replicas", 0, "members")]
+        present = self.series.get(exchange_label("replicas", 0, "members"), [])
         samples = {at for at, count in present if count}  # a run that goes on begins without a round
+        if not samples:
+            return {}
         members = [count for at, count in present if at in samples]
-        times = self._everywhere("round_s", "replicas")
+        times = [[s for at, s in own if at in samples] for own in self._everywhere("round_s", "replicas")]
         return {
             "rounds": counts[-1][1],
             "members_least": min(members),
             "members_most": max(members),
             "mb": self.last_total("wire_bytes", "replicas") / counts[-1][1] / 1e6,
-            "seconds": max(statistics.median(s for at, s in own if at in samples) for own in times),
+            "seconds": max((statistics.median(own) for own in times if own), default=math.nan),
         }
 
     def median(self, name: str, boundary: int | None = None, direction: str | None = None) -> float:
@@ -90,17 +91,24 @@ class RecordedRun:
         return statistics.median([value for _, value in series if math.isfinite(value)] or [math.nan])
 
     def per_step(self, name: str, boundary: int, direction: str) -> float:
-        """Return the mean growth of a running total in a step; nan where it was written less than twice."""
+        """Return the mean growth of a running total in a step; nan where it was written less than twice, or
+        no loss between."""
         points = self.series.get(label(name, boundary, direction), [])
         if len(points) < 2:
             return math.nan
         (start, least), (end, most) = points[0], points[-1]
-        return (most - least) / sum(start < samples <= end for samples, _ in self.series[LOSS])
+        return _ratio(most - least, sum(start < samples <= end for samples, _ in self.series[LOSS]))
 
     @property
     def final_loss(self) -> float:
         """Return mean of the last losses."""
-        return statistics.fmean(loss for _, loss in self.series[LOSS][-FINAL:])
+        last = [loss for _, loss in self.series[LOSS][-FINAL:]]
+        return sum(last) / len(last)  # fmean refuses inf beside -inf
+
+
+def _ratio(value: float, by: float) -> float:
+    """Return value / by; nan where `by` is not above 0."""
+    return value / by if by > 0 else math.nan
 
 
 def find_baseline(runs: list[RecordedRun]) -> RecordedRun | None:
@@ -133,7 +141,7 @@ def headline(run: RecordedRun, base: RecordedRun | None) -> str:
         )
     if base is not None and base is not run:
         facts.append(f"{run.final_loss - base.final_loss:+.3f} loss")
-        faster = base.median("step_ms") / run.median("step_ms")
+        faster = _ratio(base.median("step_ms"), run.median("step_ms"))
         if not math.isnan(faster):
             facts.append(f"{faster:.2f}x steps/s")
         facts[-1] += f" against {base.name}"
@@ -220,7 +228,8 @@ def read_series(file: Path) -> Series:
 
     A run that continues in the same folder writes another header, and steps again that it had done before.
     """
-    whole, _, _ = file.read_text(errors="replace").rpartition("\n")
+    with failures_at(f"report: {file}"):
+        whole, _, _ = file.read_text(errors="replace").rpartition("\n")
     with failures_at(f"report: {file} is not lines of a step and a value"):
         lines = csv.reader(whole.splitlines())
         return [(int(samples), float(value)) for samples, value in lines if samples != "step"]

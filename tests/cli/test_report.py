@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -198,6 +199,39 @@ def test_a_run_that_cannot_be_read_is_passed_over(tmp_path, capsys):
         "; skipped"
     )
     assert died.endswith("died/csv holds no Train/Samples/train_loss: the run wrote no step; skipped")
+
+
+def test_files_that_do_not_reach_as_far_as_others(tmp_path, capsys):
+    """A run was killed while it wrote, or its disk was full: one value fewer in any of its files was a
+    traceback, and no report of the others."""
+    whole = tmp_path / "whole" / "csv"
+    write_csv(whole, LOSS, [(32, 2.0), (64, 1.0)])
+    write_csv(whole, label("step_ms"), [(32, 100.0), (64, 100.0)])
+    for direction, name in itertools.product(DIRECTIONS, ("raw_bytes", "wire_bytes")):
+        write_csv(whole, label(name, 0, direction), [(32, 1000.0), (64, 2000.0)])
+    for name, values in {
+        "rounds": (0, 1),
+        "members": (0, 2),
+        "round_s": (0, 4.0),
+        "wire_bytes": (0, 1),
+    }.items():
+        write_csv(whole, exchange_label("replicas", 0, name), zip((32, 64), values))
+    for number, file in enumerate(sorted(whole.iterdir())):
+        for kept in range(4):  # lines, the header among them; 3: it is no file at all
+            cut = shutil.copytree(whole, tmp_path / f"{number}_{kept}") / file.name
+            cut.unlink()
+            cut.mkdir() if kept == 3 else cut.write_text("".join(file.read_text().splitlines(True)[:kept]))
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr()
+    assert "whole: messages uncompressed, 1 rounds of 2 replicas, 1e-06 MB and 4 s each" in printed.out
+    assert "Is a directory" in printed.err and all(
+        line.endswith("; skipped") for line in printed.err.splitlines()
+    )
+
+
+def test_losses_of_both_infinities(tmp_path):
+    write_csv(tmp_path, LOSS, [(32, math.inf), (64, -math.inf)])
+    assert math.isnan(summarize(read_run(tmp_path))["loss"])
 
 
 def test_a_run_whose_loss_became_nan(tmp_path, capsys):
