@@ -103,7 +103,7 @@ def chosen(words: list[str] | None) -> list[Codec]:
         if word.lstrip().startswith("{"):
             try:
                 choice = json.loads(word)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise CompressionError(f"--codec: {shown(word)} is not JSON: {error}") from None
             codecs.append(build(choice, "--codec"))
         else:

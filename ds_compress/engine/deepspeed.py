@@ -175,6 +175,8 @@ def read_ds_config(path: Path) -> Any:
         return load_ds_config(str(path))
     except RecursionError as error:
         raise ValueError("lists or objects are nested too deep") from error
+    except OverflowError as error:
+        raise ValueError("a number is beyond the range of floats") from error
 
 
 def prepare() -> None:

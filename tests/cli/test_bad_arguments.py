@@ -29,6 +29,7 @@ BAD = [
     *each(ADVISE, ("--recipe",), ["no_such_file.json", "."]),
     *each(ADVISE, ("--device",), ["cuda:99", "nonsense", "", "meta", "cpu:x"]),
     *each(BENCH, ("--codec",), ["topq", "{", "[]", "{}", '{"name": "fp8", "bits": 99}', '{"name": NaN}']),
+    *each(BENCH, ("--codec",), ['{"name":' * 100_000]),
     *each(BENCH, ("--json",), ["no_such_folder/rows.json", "."]),
     *each(BENCH, ("--shape",), ["99999,99999,9999"]),
     *each(CHECK, ("--stages",), COUNTS),

@@ -166,6 +166,9 @@ TOP_K = {"backward": {"codec": "top_k"}}
         ({}, "has no 'ds_compress' key"),
         ([], "has no 'ds_compress' key"),
         ("{", "not JSON"),
+        ("[" * 100_000, "not JSON as DeepSpeed reads it: lists or objects are nested too deep"),
+        ('{"ds_compress": {"min_numel": 1e999}}', "a number is beyond the range of floats"),
+        ('{"train_batch_size": -1e999, "ds_compress": {}}', "a number is beyond the range of floats"),
     ],
 )
 def test_check_refuses_in_one_line(content, message, check):
