@@ -1,6 +1,7 @@
 """The command `ds-compress`, also `python -m ds_compress`: one module per subcommand."""
 
 import argparse
+import io
 import os
 import sys
 
@@ -37,9 +38,18 @@ def parser() -> Parser:
     return built
 
 
+def _accept_all_text() -> None:
+    """Let standard output take any text, names of files above all, whatever its encoding; and be there."""
+    if sys.stdout is None:  # the shell closed it
+        sys.stdout = io.StringIO()
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand; return the exit code, 2 for input that is refused, in one line."""
     args = parser().parse_args(argv)
+    _accept_all_text()
     try:
         if "imports" in args:
             plugins.load_installed()

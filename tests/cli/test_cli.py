@@ -1,6 +1,7 @@
 """The commands: stable JSON, tables that are whole at any width, an error in one line with exit code 2."""
 
 import argparse
+import io
 import json
 import re
 import subprocess
@@ -71,6 +72,21 @@ def test_output_may_be_cut_off():
     """`ds-compress list | head` said: [Errno 32] Broken pipe."""
     command = f"{sys.executable} -m ds_compress list --json | true"
     assert subprocess.run(command, shell=True, capture_output=True, text=True).stderr == ""
+
+
+@pytest.mark.parametrize(
+    "encoding, shown", [("ascii", r"\xe4\udcff.json"), ("utf-8", r"\udcff.json"), (None, "")]
+)
+def test_output_that_cannot_take_every_name(encoding, shown, tmp_path, monkeypatch):
+    """Names of files are any bytes, and terminals have encodings: a traceback, as was no output at all."""
+    path = tmp_path / "\xe4\udcff.json"
+    path.write_text('{"ds_compress": {}}')
+    output = encoding and io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", output)
+    assert main(["list"]) == 0 and main(["check", str(path), "--stages", "2", "--shape", "4,8"]) == 0
+    if output:
+        output.flush()
+        assert shown in output.buffer.getvalue().decode()
 
 
 def test_interrupted_in_silence(monkeypatch, capsys):
