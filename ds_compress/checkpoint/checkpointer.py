@@ -11,6 +11,8 @@ The first layer behind a boundary identifies it, so its state is found even if t
 sides restore their state if both find it in files of the loaded step with equal settings, and if their
 mirrored state is equal, compared by hash. Otherwise both start from zero, and rank 0 logs which and why.
 So do boundaries round a stage without layers, which have the same first layer behind them.
+Which tensors are sent uncompressed, because they depend on no parameter or hold a mask, stays as it was found
+in the saved run, if every rank finds that.
 Replica r reads what replica r wrote. `load_module_only` restores nothing.
 
 Settings that changed during training, and the state of each part of the runtime, are restored if all ranks
@@ -44,6 +46,7 @@ from ds_compress.checkpoint.search import (
     gradients_key,
     load_gradients,
     load_side,
+    saved_dependence,
     saved_state,
 )
 from ds_compress.errors import CompressionError, in_one_line
@@ -100,6 +103,7 @@ def save(session: Any, root: Path, tag: str) -> None:
             settings=settings,
             course=session.state(),
             noted=session.own_state(),
+            dependence={side.key: list(known) for side in sides if (known := side.boundary.known_dependence)},
         )
     except Exception as error:  # of the disk, or of the codec
         failure = f"{path} cannot be written: {error}"
@@ -123,6 +127,16 @@ def _load_gradients(session: Any, kind: str, root: Path, tag: str, rank: Rank, r
     traffic.load(found.memories if missing is None else {})
     if restore and missing == dist.get_rank():
         log.warning("ds_compress: %s: %s: %s", Path(root, tag), traffic.restarts, OF_GRADIENTS[found.status])
+
+
+def _load_dependence(session: Any, root: Path, tag: str, rank: Rank, restore: bool) -> None:
+    """Restore which tensors are sent uncompressed if every rank finds it for its sides, else none: ranks that
+    send the same tensor have to send the same bytes."""
+    engine, sides = session.engine, session.path.sides()
+    known = saved_dependence(root, tag, rank, engine.global_steps) if restore else {}
+    missing = _first_with(engine.device, any(side.key not in known for side in sides))
+    for side in sides:
+        side.boundary.saved_dependence = known[side.key] if missing is None else None
 
 
 def _load_state(session: Any, root: Path, tag: str, rank: Rank) -> None:
@@ -182,6 +196,7 @@ def load(session: Any, root: Path, tag: str, restore: bool) -> None:
         session.stage.on_codec_stream(
             side.boundary, functools.partial(side.boundary.restore, memories, engine.device)
         )
+    _load_dependence(session, root, tag, rank, restore)
     for kind in GRADIENTS:
         _load_gradients(session, kind, root, tag, rank, restore)
     report = verdict.report(Path(root, tag))

@@ -90,6 +90,8 @@ class Metadata(Options):
     ] = Field(default={}, alias="noted")
     """What only this rank has recorded. By boundary, for its policy: a sum of norms and their number. By
     boundary and direction, for its guard: `monitor.guard_limits.LASTING` of the last measured step."""
+    dependence: dict[str, list[bool]] = {}
+    """`Boundary.dependence` of each side where it is known."""
     codec: dict[str, Any] = {}
     """Name and options of the codec of "checkpoint"; empty for none."""
     encoded: dict[str, Annotated[tuple[list[int], str, int], FROM_JSON]] = {}
@@ -251,7 +253,8 @@ def write(path: Path, tensors: Mapping[str, Tensor], codec: Codec, **metadata: A
         names=_hash_of_text(json.dumps(names)),
         hashes="".join(_hash_of_entry(name, entries[name]) for name in names),
     )
-    unused = None if encoded else {"codec", "encoded"}  # releases before them read the file
+    unused = set() if encoded else {"codec", "encoded"}  # releases before them read the file
+    unused |= set() if complete.dependence else {"dependence"}
     text = json.dumps(complete.model_dump(mode="json", by_alias=True, exclude=unused))
     part = path.with_suffix(".part")
     try:

@@ -4,6 +4,7 @@ A rank searches for a side in the files of every stage of its replica. No search
 status, which all ranks learn of, so both sides start from zero if one has to.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -176,6 +177,17 @@ def saved_state(root: Path, tag: str, rank: Rank, step: int) -> tuple[dict[str, 
         measured = {boundary: list(pair) for boundary, pair in metadata.own_state.items()}
         return state, measured if name == own else {}
     return {}, {}
+
+
+def saved_dependence(root: Path, tag: str, rank: Rank, step: int) -> dict[str, tuple[bool, ...]]:
+    """Return `Boundary.dependence` at checkpoint `tag` by the keys of sides, as far as it is known."""
+    found: dict[str, tuple[bool, ...]] = {}
+    for path in rank.shards(Path(root, tag)):
+        with contextlib.suppress(DamagedFile):
+            metadata = StateFile(path).metadata
+            if metadata.step == step:
+                found |= {key: tuple(depends) for key, depends in metadata.dependence.items()}
+    return found
 
 
 class Verdict:

@@ -185,7 +185,7 @@ class CompressedEngine(_Engine):
         if tensors is not None:
             tracking = path.tracking
             if tracking is not None and tracking.has_looked:
-                dependence = tracking.dependence(tensors, boundary.dependence)
+                dependence = tracking.dependence(tensors, boundary.known_dependence)
             written = 2 + sum(2 + tensor.dim() for tensor in tensors)
         message = ShapeMessage(stage.shape_links or stage.p2p.original, dependence, written)
         with stage.p2p.shape_messages(message):

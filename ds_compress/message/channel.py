@@ -246,6 +246,8 @@ class Boundary:
         self.dependence: tuple[bool, ...] | None = None
         """Whether each float tensor of a message depends on parameters and holds no mask; None while that is
         not known. Equal on both sides."""
+        self.saved_dependence: tuple[bool, ...] | None = None
+        """The same in the run whose checkpoint was loaded: the first message of this one may have no mask."""
         self._dependences: dict[int, tuple[bool, ...] | None] = {}  # of the present step, by micro-batch
         self._stashes: dict[tuple[int, int], dict[str, Tensor]] = {}
         codecs: BoundaryCodecs = config.in_force.codecs(number)
@@ -255,6 +257,11 @@ class Boundary:
     @property
     def channels(self) -> tuple[Channel, Channel]:
         return self.forward, self.backward
+
+    @property
+    def known_dependence(self) -> tuple[bool, ...] | None:
+        """Return `dependence`, before the first message that of the saved run."""
+        return self.dependence or self.saved_dependence
 
     def begin_step(self, loss_scale: float = 1.0) -> None:
         """Forget what an interrupted step left; `loss_scale`: of the gradients until the next one."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+from torch import nn
 
 from ds_compress.checkpoint import checkpointer
 from ds_compress.checkpoint.search import ABSENT, CHANGED, DIFFERENT, RESTORED, UNREADABLE, Verdict
@@ -22,10 +23,11 @@ from ds_compress.runtime import stage_profile
 from ds_compress.runtime.depth import MEASURED
 from ds_compress.transport.probe import LinkMeasurement
 from tests.checkpoint.damaged_files import opened
-from tests.support import pipeline
+from tests.support import pipeline, pipeline_kinds
 from tests.support.pipeline import (
     MICRO_BATCHES,
     ParallelBlock,
+    TupleBlock,
     batches,
     build,
     channel_state,
@@ -275,6 +277,61 @@ def test_each_tensor_parallel_rank_has_a_file(tmp_path):
     run_ranks(4, save_in_parallel, tmp_path)
     names = {path.name for path in tmp_path.rglob("*.safetensors")}
     assert names == {f"ds_compress_pp0{pp}_dp00_tp0{tp}.safetensors" for pp in (0, 1) for tp in (0, 1)}
+
+
+class Biased(TupleBlock):
+    """Passes on a learned bias of attention, to which the first layer adds a mask of the padding."""
+
+    def __init__(self, last=False):
+        super().__init__(last)
+        self.bias = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, inputs):
+        if torch.is_tensor(inputs):
+            padding = (inputs == 0).all(-1)[:, None]
+            inputs = inputs, self.bias + torch.zeros(len(inputs), 8, 8).masked_fill(padding, -1e9)
+        x, bias = inputs
+        x = super().forward(x + bias.softmax(-1) @ x)
+        return x if self.last else (x, bias)
+
+
+def trained_with_padding(folder, is_padded, start):
+    """Losses of the steps after `start`, and the bytes that each sends.
+
+    Args:
+        is_padded: of each step, whether its batch has padding.
+    """
+    engine, data = build(2, ds_config(both_ways(QUANTIZE, "none")), pipeline_kinds.of(Biased)), batches()
+
+    def batch(step):
+        for x, target in itertools.islice(data, MICRO_BATCHES):
+            x[:, 5:] *= not is_padded[step]
+            yield x, target
+
+    if start:
+        engine.load_checkpoint(str(folder), tag=str(start))
+        pipeline.skip_steps(engine, data, start)
+    found = []
+    for step in range(start, len(is_padded)):
+        # before the first batch, too: a run may end there
+        engine.save_checkpoint(str(folder), tag=str(step), save_latest=False)
+        before = pipeline.sent_bytes(engine)
+        found.append((engine.train_batch(batch(step)).item(), pipeline.sent_bytes(engine) - before))
+    return found
+
+
+@pytest.mark.parametrize("is_padded", [(True, False, False), (False, True, True)], ids=["first", "later"])
+@pytest.mark.extended(keep=1)
+def test_the_same_tensors_are_compressed_as_in_the_saved_run(is_padded, tmp_path):
+    """Which hold a mask was found anew in the first batch, and that may have none where that of the saved run
+    had one: other tensors were compressed, and the losses were others."""
+    whole = run_ranks(2, trained_with_padding, tmp_path, is_padded, 0)
+    for _ in range(2):  # the second goes on from what the first saved before any batch
+        resumed = run_ranks(2, trained_with_padding, tmp_path, is_padded, 1)
+        assert resumed == [found[1:] for found in whole]
+    (tmp_path / "1" / "ds_compress_pp01_dp00_tp00.safetensors").unlink()
+    anew = run_ranks(2, trained_with_padding, tmp_path, is_padded, 1)
+    assert anew[0][0][1] != whole[0][1][1], "all ranks find out anew"
 
 
 class EmptyStage(PipelineModule):
