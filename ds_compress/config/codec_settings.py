@@ -8,7 +8,7 @@ from typing import Any
 from ds_compress.codec import CODECS, Codec
 from ds_compress.codecs.mixins import FollowsForward, VariableSizePayload
 from ds_compress.config.block import DIRECTIONS, KEY, Block
-from ds_compress.errors import CompressionError, errors_at
+from ds_compress.errors import CompressionError, errors_at, shown
 from ds_compress.feedback import FEEDBACKS, Feedback
 from ds_compress.feedback.aqsgd.sample_ids import SampleIds
 
@@ -161,10 +161,15 @@ class CodecSettings:
 
     def _sample_ids(self) -> SampleIds | None:
         """Return the settings of sample ids that all feedbacks share, None if none needs ids."""
-        wanted = {codecs.feedbacks["forward"].sample_ids for codecs in self.used} - {None}
+        wanted: dict[SampleIds, tuple[Any, str]] = {}  # where each comes from first
+        for number in self.configured_boundaries:
+            ids = self.codecs(number).feedbacks["forward"].sample_ids
+            if ids is not None:
+                wanted.setdefault(ids, self.find_choice(number, "forward")["feedback"])
         if len(wanted) > 1:
+            (_, first), (other, path), *_ = wanted.values()
             raise CompressionError(
-                f"{KEY}: feedbacks of different boundaries want different sample ids; "
+                f"{path}: {shown(other)} wants other sample ids than {first}; "
                 "allowed: equal 'ids', 'scope' and 'batch_dim' everywhere"
             )
         return next(iter(wanted), None)

@@ -79,13 +79,14 @@ LOSSY = {"forward": {"codec": "quantize"}}
 FORWARD = {"forward": {"codec": "topk"}}
 OTHER_DENSITY, OTHER_ROWS = ({"codec": topk(indices="reuse", **other)} for other in DIFFERENT)
 PER_BATCH = {"forward": {"feedback": aqsgd(scope="micro_batch")}}
+OTHER_IDS = {"forward": {"feedback": "aqsgd"}, "boundaries": {"1": PER_BATCH}}
 SPLIT = {"codec": topk(indices="reuse"), "feedback": "ef_mixed"}
 BAD_BLOCKS = [
     (None, ": None", "is not an object"),
     ({**FORWARD, "backward": OTHER_DENSITY}, ".backward.codec: topk.density: 0.2", "0.1"),
     ({**FORWARD, "backward": OTHER_ROWS}, ROWS, "'sample' in forward 'topk'"),
     ({**FORWARD, "backward": SPLIT}, ".backward.feedback: 'ef_mixed' cannot split", ""),
-    ({"forward": {"feedback": "aqsgd"}, "boundaries": {"1": PER_BATCH}}, "", "want different sample ids"),
+    (OTHER_IDS, ".boundaries.1.forward.feedback: {'name': 'aqsgd',", "than ds_compress.forward.feedback;"),
     ({"warmup_epochs": 1, "warmup_steps": 5}, ".warmup_epochs: 1 came", "use one"),
     ({"seed": 1, "eval": "x", "min_numel": "y"}, ".eval: 'x'", "(problems in all: 2)"),
     (MEMORY, ".link.memory_gb: 2 limits depth 'auto', but depth is 1", "use depth 'auto'"),
