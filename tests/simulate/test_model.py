@@ -233,6 +233,15 @@ def test_samples_must_be_announced_anew():
         model.eval()(x)  # needs none
 
 
+@pytest.mark.parametrize("others", [{"min_numel": 4096}, {"warmup_steps": 1}, {}], ids=str)
+def test_a_dimension_that_does_not_count_the_samples_is_named(others):
+    """For a message that is sent uncompressed the line was of the packet: its payload had another shape."""
+    block = {"forward": {"codec": "bf16", "feedback": {"name": "aqsgd", "batch_dim": 1}}, "min_numel": 0}
+    model = simulated(layers(), ds_config({**block, **others}), [4])
+    line = refusal(train_step, model, batches())
+    assert "4 sample ids came with a message of shape [4, 8, 32], expected 8; see batch_dim" in line
+
+
 def test_what_a_pipeline_warns_of_is_warned_of(caplog):
     """A collapsing run gave no warning: LoCo beside 2 bits had a backward error of 3,089."""
     backward = {"codec": {"name": "topk", "density": 0.02}}

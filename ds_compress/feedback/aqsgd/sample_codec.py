@@ -174,13 +174,8 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
             log.warning(no_hit_warning(self.feedback.options, ctx.boundary))
 
     def _keys(self, spec: TensorSpec, ctx: Context) -> list[str]:
-        samples = self.sample_ids.count([spec])
-        if ctx.sample_ids is None or ctx.sample_ids.numel() != samples:
-            came = "none" if ctx.sample_ids is None else ctx.sample_ids.numel()
-            raise CompressionError(
-                f"aqsgd: boundary {ctx.boundary}: {came} sample ids came with a message of shape "
-                f"{list(spec.shape)}, expected {samples}; see batch_dim, and switch off pipe_partitioned"
-            )
+        self.sample_ids.check(ctx.sample_ids, [spec], ctx.boundary)
+        assert ctx.sample_ids is not None
         keep = self.feedback.options.on_new_shape == "keep"
         shape = "/" + "x".join(map(str, self._row_shape(spec))) if keep else ""
         return [f"{self.buffers.prefix}{_name(number)}{shape}" for number in ctx.sample_ids.tolist()]

@@ -41,6 +41,21 @@ class SampleIds:
             )
         return shape[self.dim]
 
+    def check(self, ids: Tensor | None, specs: Sequence[TensorSpec], boundary: int) -> None:
+        """Refuse `ids` that are not as many as `count`.
+
+        Raises:
+            CompressionError: names what to change.
+        """
+        expected = self.count(specs)
+        if ids is None or ids.numel() != expected:
+            shape = next((list(spec.shape) for spec in specs if spec.dtype.is_floating_point), [])
+            came = "none" if ids is None else ids.numel()
+            raise CompressionError(
+                f"aqsgd: boundary {boundary}: {came} sample ids came with a message of shape {shape}, "
+                f"expected {expected}; see batch_dim, and switch off pipe_partitioned"
+            )
+
     def of(self, batch: Sequence[Any]) -> Tensor:
         """Return int64 ids, on the CPU, for what the data loader returned: (inputs, labels, ...).
 
