@@ -32,6 +32,8 @@ from ds_compress.monitor.monitor import record_results, record_settings
 from ds_compress.monitor.progress import Progress
 from ds_compress.sites.store import run_in_thread
 
+STAGES = "stage_layers"
+"""Key of a checkpoint: the number of layers of each stage."""
 ALIVE_S = 5.0
 """Seconds after which a rank that loads data tells those that wait for it."""
 
@@ -143,7 +145,7 @@ class FinetuneRun:
         load_own_file_only(engine)
         with (
             failures_at(f"{NAME}.out: {checkpoint_name(step)} cannot be loaded{changed}"),
-            self._damage_named(),
+            self._files_checked(checkpoint_name(step)),
         ):
             _, state = engine.load_checkpoint(
                 root, checkpoint_name(step), load_lr_scheduler_states=settings.lr_schedule is None
@@ -159,8 +161,17 @@ class FinetuneRun:
         self._say(f"goes on from step {engine.global_steps}{changed}")
 
     @contextmanager
-    def _damage_named(self) -> Iterator[None]:
-        """Have the error of a checkpoint's file that cannot be read name the file."""
+    def _files_checked(self, checkpoint: str) -> Iterator[None]:
+        """Have the error of a checkpoint's file that cannot be read name the file, and refuse a file of other
+        stages: every rank reads one before anything is loaded.
+
+        Some optimizers of DeepSpeed fail on one rank then, where the number of its weights falls, and the
+        others wait for it.
+
+        Args:
+            checkpoint: name of its folder, for errors.
+        """
+        layers = self.engine.module.stage_layers
         reader = self.engine.checkpoint_engine
         own = reader.load
 
@@ -169,7 +180,15 @@ class FinetuneRun:
                 return own(path, *args, **options)
             advice = f"copy it again, or name an earlier checkpoint in {self.folder.path / LATEST}"
             with failures_at(f"{NAME}.out: {path} cannot be read: {advice}"):
-                return own(path, *args, **options)
+                state = own(path, *args, **options)
+            saved = state.get(STAGES, layers) if isinstance(state, dict) else layers
+            if saved != layers:
+                raise CompressionError(
+                    f"{NAME}.stages: {shown(self.settings.stages)} is not allowed: {checkpoint} in "
+                    f"{self.folder.path} is of stages with {shown(saved)} layers; use {shown(saved)}, or "
+                    "choose a new folder"
+                )
+            return state
 
         reader.load = load
         try:
@@ -306,7 +325,7 @@ class FinetuneRun:
             self.engine.save_checkpoint(
                 str(self.folder.path),
                 checkpoint_name(step),
-                client_state={"evaluations": self.evaluations},
+                client_state={"evaluations": self.evaluations, STAGES: self.engine.module.stage_layers},
                 save_latest=False,
                 exclude_frozen_parameters=self.settings.lora is not None,
             )

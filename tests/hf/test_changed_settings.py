@@ -69,3 +69,17 @@ def test_what_a_checkpoint_does_not_fit_is_named(tmp_path):
     (said,) = run_ranks(1, refused, change(path, ds_config=other))
     cause = "(changed since its last start: ds_config.zero_optimization)"
     assert said.startswith(f"train.json.out: step2 cannot be loaded {cause}: ")
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 8}], ids=["all parameters", "adapters"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_other_layers_of_stages_are_refused_on_every_rank(tmp_path, lora, dtype):
+    """Of all parameters in bf16, the stage that got fewer layers said "The size of tensor a (10848) must
+    match the size of tensor b (26336)", and the other one waited until that had ended."""
+    path = prepare(tmp_path, eval_sequences=1, steps=1, stages=[1, 2], dtype=dtype, lora=lora, layers=3)
+    run_ranks(2, start, path)
+    said = run_ranks(2, refused, change(path, stages=[2, 1], steps=2), timeout=60)
+    assert said == 2 * [
+        f"train.json.stages: [2, 1] is not allowed: step1 in {tmp_path / 'out'} is of stages with [1, 2] "
+        "layers; use [1, 2], or choose a new folder"
+    ]

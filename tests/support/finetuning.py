@@ -75,10 +75,10 @@ def part_loaders(
     return [partial(LoadedPart, template, part_id, folder, lora) for part_id in part_ids]
 
 
-def prepare(folder: Path, family: str = "Llama", **changes: Any) -> Path:
+def prepare(folder: Path, family: str = "Llama", layers: int = 2, **changes: Any) -> Path:
     """train.json beside all that it names, in `folder`; `changes` to its keys."""
     torch.manual_seed(5)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 32}
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": layers, "vocab_size": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
     tokens = {"pad_token_id": 1, "bos_token_id": 1, "eos_token_id": 1}
     config = getattr(transformers, f"{family}Config")(**shape, **heads, **tokens)
