@@ -21,9 +21,14 @@ class CompressionError(ValueError):
 
 
 def in_one_line(error: BaseException) -> str:
-    """Format an error in one line: `"ValueError: what it says first"`."""
+    """Format an error in one line: `"ValueError: what it says first"`, with the next line after a colon."""
     text = str(error) or ("its data has run out" if isinstance(error, StopIteration) else "")
-    return f"{type(error).__name__}: {text}".splitlines()[0]
+    first, *more = f"{type(error).__name__}: {text}".splitlines()
+    for line in map(str.strip, more):
+        if line and not first.rstrip().endswith(":"):
+            break
+        first = f"{first.rstrip()} {line}".rstrip()
+    return first
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:

@@ -74,6 +74,9 @@ OF_DEEPSPEED = {
     ".zero_optimization.stage: 2 is not allowed: DeepSpeed's": {"zero_optimization": {"stage": 2}},
     # Trainer's word for a number that it works out; DeepSpeed compared it with integers
     ".train_micro_batch_size_per_gpu: 'auto' is not allowed": {"train_micro_batch_size_per_gpu": "auto"},
+    # DeepSpeed took it for 1, and numpy ended the first evaluation in a traceback
+    ".train_micro_batch_size_per_gpu: True is not allowed: should": {"train_micro_batch_size_per_gpu": True},
+    ".gradient_accumulation_steps: True is not allowed": {"gradient_accumulation_steps": True},
     ".optimizer.params.lr: 'auto' is": {"optimizer": {"type": "Adam", "params": {"lr": "auto"}}},
     ".optimizer.type: 'AdamX' is not allowed (did you mean 'Adam'?)": {"optimizer": {"type": "AdamX"}},
     ".optimizer.type: None is not allowed": {"optimizer": None},
@@ -92,6 +95,18 @@ def test_a_model_that_is_not_there(path):
     """It was said of the tokenizer, which was looked for first, that the hub could not be reached."""
     said = "nowhere: model.safetensors is missing; should be the folder of a "
     assert refused_with(path, model="nowhere").startswith(said)
+
+
+def test_what_transformers_says_in_several_lines(path, tmp_path):
+    """Their first line ends with a colon: what was wrong was left out."""
+    folders = [shutil.copytree(path.parent / "model", tmp_path / name) for name in ("config", "tokenizer")]
+    change(folders[0] / "config.json", vocab_size="96")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folders[1] / name).unlink()
+    ((config, tokenizer),) = run_ranks(1, refused_each, path, [{"model": str(each)} for each in folders])
+    said = "Validation error for field 'vocab_size': TypeError: Field 'vocab_size' expected int, got str"
+    assert config.startswith(f"{folders[0]}: ") and said in config
+    assert tokenizer.startswith(f"train.json.tokenizer: {folders[1]}: ") and "(1) a `tokenizers`" in tokenizer
 
 
 def test_a_model_with_code_of_its_own(tmp_path, monkeypatch):
