@@ -47,7 +47,7 @@ def _check_ds_config(ds_config: dict[str, Any], path: str) -> None:
     """Refuse numbers that Trainer or accelerate would fill in, and an optimizer that nothing has."""
     for key in BATCH_SIZES:
         value = ds_config.get(key)
-        if value is not None and (not isinstance(value, int) or value < 1):
+        if value is not None and (type(value) is not int or value < 1):  # true is an int, too
             raise CompressionError(f"{path}.{key}: {shown(value)} is not allowed: should be 1 or more")
     optimizer = ds_config.get("optimizer")
     name = optimizer.get("type") if isinstance(optimizer, dict) else None

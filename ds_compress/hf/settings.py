@@ -166,7 +166,7 @@ class Settings(Options):
         found = []
         for key, default in (("train_micro_batch_size_per_gpu", None), ("gradient_accumulation_steps", 1)):
             value = self.ds_config.get(key, default)
-            if not isinstance(value, int) or value < 1:
+            if type(value) is not int or value < 1:  # true is an int, too
                 raise CompressionError(f"{NAME}.ds_config.{key}: should be 1 or more; came {shown(value)}")
             found.append(value)
         return found[0], found[1]
