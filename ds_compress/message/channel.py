@@ -129,10 +129,13 @@ class Channel:
                     fill(out, parts[: len(out)])
                     extra += parts[len(out) :]
                 known += ctx.known
-            source = self.boundary.config.in_force.sample_ids
-            if message.ids and source:
-                ids = self.boundary.sample_ids[message_id.micro_batch]
-                source.check(ids, message.specs, self.boundary.number)  # none may have been compressed
+            if message.ids:
+                ids, source = (
+                    self.boundary.sample_ids[message_id.micro_batch],
+                    self.boundary.config.in_force.sample_ids,
+                )
+                if source is not None:  # no codec may have looked at them
+                    source.check(ids, message.specs, self.boundary.number)
                 fill(views[-1:], (ids,))
             layout.write_header(packet, message_id)
             encoded = Encoded(packet, self._extra_packet(extra, message_id) if extra else None, message)
