@@ -130,11 +130,8 @@ class Channel:
                     extra += parts[len(out) :]
                 known += ctx.known
             if message.ids:
-                ids, source = (
-                    self.boundary.sample_ids[message_id.micro_batch],
-                    self.boundary.config.in_force.sample_ids,
-                )
-                if source is not None:  # no codec may have looked at them
+                ids = self.boundary.sample_ids[message_id.micro_batch]
+                if source := self.boundary.config.in_force.sample_ids:  # no codec may have looked at them
                     source.check(ids, message.specs, self.boundary.number)
                 fill(views[-1:], (ids,))
             layout.write_header(packet, message_id)
