@@ -136,7 +136,7 @@ def _load_dependence(session: Any, root: Path, tag: str, rank: Rank, restore: bo
     known = saved_dependence(root, tag, rank, engine.global_steps) if restore else {}
     missing = _first_with(engine.device, any(side.key not in known for side in sides))
     for side in sides:
-        side.boundary.saved_dependence = known[side.key] if missing is None else None
+        side.boundary.keep_dependence(known[side.key] if missing is None else None)
 
 
 def _load_state(session: Any, root: Path, tag: str, rank: Rank) -> None:

@@ -253,8 +253,8 @@ def write(path: Path, tensors: Mapping[str, Tensor], codec: Codec, **metadata: A
         names=_hash_of_text(json.dumps(names)),
         hashes="".join(_hash_of_entry(name, entries[name]) for name in names),
     )
-    unused = set() if encoded else {"codec", "encoded"}  # releases before them read the file
-    unused |= set() if complete.dependence else {"dependence"}
+    newer = {"codec": encoded, "encoded": encoded, "dependence": complete.dependence}
+    unused = {name for name, value in newer.items() if not value}  # releases before them read the file
     text = json.dumps(complete.model_dump(mode="json", by_alias=True, exclude=unused))
     part = path.with_suffix(".part")
     try:

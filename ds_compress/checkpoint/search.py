@@ -4,7 +4,6 @@ A rank searches for a side in the files of every stage of its replica. No search
 status, which all ranks learn of, so both sides start from zero if one has to.
 """
 
-import contextlib
 import json
 import logging
 import os
@@ -183,10 +182,12 @@ def saved_dependence(root: Path, tag: str, rank: Rank, step: int) -> dict[str, t
     """Return `Boundary.dependence` at checkpoint `tag` by the keys of sides, as far as it is known."""
     found: dict[str, tuple[bool, ...]] = {}
     for path in rank.shards(Path(root, tag)):
-        with contextlib.suppress(DamagedFile):
+        try:
             metadata = StateFile(path).metadata
-            if metadata.step == step:
-                found |= {key: tuple(depends) for key, depends in metadata.dependence.items()}
+        except DamagedFile:  # `load` logs why
+            continue
+        if metadata.step == step:  # of two files the first counts, as for states
+            found = {key: tuple(depends) for key, depends in metadata.dependence.items()} | found
     return found
 
 

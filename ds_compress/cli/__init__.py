@@ -39,10 +39,13 @@ def parser() -> Parser:
 
 
 def _accept_all_text() -> None:
-    """Let standard output take any text, names of files above all, whatever its encoding; and be there."""
-    if sys.stdout is None:  # the shell closed it
+    """Let standard output take any text, names of files above all, whatever its encoding.
+
+    Where the shell has closed it, nothing is printed.
+    """
+    if sys.stdout is None:
         sys.stdout = io.StringIO()
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 

@@ -66,7 +66,7 @@ class RecordedRun:
 
         Returns:
             rounds: their number; members_least, members_most: replicas that counted; mb: sent by this one
-            in a round, by all stages; seconds: median, of the slowest stage, nan where none wrote it.
+            in a round, by all stages; seconds: median, of the slowest stage; both nan where none wrote it.
         """
         counts = self.series.get(exchange_label("replicas", 0, "rounds"), [])
         if not counts or not counts[-1][1]:
@@ -92,7 +92,7 @@ class RecordedRun:
 
     def per_step(self, name: str, boundary: int, direction: str) -> float:
         """Return the mean growth of a running total in a step; nan where it was written less than twice, or
-        no loss between."""
+        no loss was written between."""
         points = self.series.get(label(name, boundary, direction), [])
         if len(points) < 2:
             return math.nan

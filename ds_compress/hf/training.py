@@ -185,7 +185,7 @@ class FinetuneRun:
             if saved != layers:
                 raise CompressionError(
                     f"{NAME}.stages: {shown(self.settings.stages)} is not allowed: {checkpoint} in "
-                    f"{self.folder.path} is of stages with {shown(saved)} layers; use {shown(saved)}, or "
+                    f"{self.folder.path} is of stages with {saved} layers; use {saved}, or "
                     "choose a new folder"
                 )
             return state

@@ -249,8 +249,7 @@ class Boundary:
         self.dependence: tuple[bool, ...] | None = None
         """Whether each float tensor of a message depends on parameters and holds no mask; None while that is
         not known. Equal on both sides."""
-        self.saved_dependence: tuple[bool, ...] | None = None
-        """The same in the run whose checkpoint was loaded: the first message of this one may have no mask."""
+        self._saved_dependence: tuple[bool, ...] | None = None  # of the run whose checkpoint was loaded
         self._dependences: dict[int, tuple[bool, ...] | None] = {}  # of the present step, by micro-batch
         self._stashes: dict[tuple[int, int], dict[str, Tensor]] = {}
         codecs: BoundaryCodecs = config.in_force.codecs(number)
@@ -264,7 +263,16 @@ class Boundary:
     @property
     def known_dependence(self) -> tuple[bool, ...] | None:
         """Return `dependence`, before the first message that of the saved run."""
-        return self.dependence or self.saved_dependence
+        return self.dependence or self._saved_dependence
+
+    def keep_dependence(self, saved: tuple[bool, ...] | None) -> None:
+        """Let `dependence` be what the run found whose checkpoint is loaded; None: that is not known.
+
+        Messages that crossed before may have had no mask, or one.
+        """
+        self._saved_dependence = saved
+        if saved is not None and len(self.dependence or ()) == len(saved):
+            self.dependence = saved
 
     def begin_step(self, loss_scale: float = 1.0) -> None:
         """Forget what an interrupted step left; `loss_scale`: of the gradients until the next one."""

@@ -65,7 +65,7 @@ class RowSpan(NamedTuple):
     def of(cls, width: int, start: int, numel: int) -> "RowSpan":
         """Return the span of `numel` values from `start` of a parameter whose rows have `width` values."""
         before = start % width
-        return cls(width, before, -(-(before + numel) // width))
+        return cls(width, before, -(-(before + numel) // width) if numel else 0)
 
     def are_zero(self, values: Tensor) -> Tensor:
         """Return bool [touched]: the rows of `values`, [numel], in which all are 0."""
@@ -82,7 +82,8 @@ class RowSpan(NamedTuple):
         first = min(-self.before % self.width, values.numel())
         last = (values.numel() - first) % self.width
         parts = values.split([first, values.numel() - first - last, last])
-        return [part.view(-1, min(len(part), self.width)) for part in parts if len(part)]
+        cut = [part.view(-1, min(len(part), self.width)) for part in parts if len(part)]
+        return cut or [values.view(0, self.width)]
 
 
 @dataclass(eq=False)

@@ -295,19 +295,22 @@ class Biased(TupleBlock):
         return x if self.last else (x, bias)
 
 
-def trained_with_padding(folder, is_padded, start):
+def trained_with_padding(folder, is_padded, start, evaluates=False):
     """Losses of the steps after `start`, and the bytes that each sends.
 
     Args:
         is_padded: of each step, whether its batch has padding.
+        evaluates: a batch unlike the first one, before the checkpoint of `start` is loaded.
     """
     engine, data = build(2, ds_config(both_ways(QUANTIZE, "none")), pipeline_kinds.of(Biased)), batches()
 
-    def batch(step):
+    def batch(has_padding, data=data):
         for x, target in itertools.islice(data, MICRO_BATCHES):
-            x[:, 5:] *= not is_padded[step]
+            x[:, 5:] *= not has_padding
             yield x, target
 
+    if evaluates:
+        engine.eval_batch(batch(not is_padded[0], batches()))
     if start:
         engine.load_checkpoint(str(folder), tag=str(start))
         pipeline.skip_steps(engine, data, start)
@@ -316,7 +319,9 @@ def trained_with_padding(folder, is_padded, start):
         # before the first batch, too: a run may end there
         engine.save_checkpoint(str(folder), tag=str(step), save_latest=False)
         before = pipeline.sent_bytes(engine)
-        found.append((engine.train_batch(batch(step)).item(), pipeline.sent_bytes(engine) - before))
+        found.append(
+            (engine.train_batch(batch(is_padded[step])).item(), pipeline.sent_bytes(engine) - before)
+        )
     return found
 
 
@@ -326,8 +331,8 @@ def test_the_same_tensors_are_compressed_as_in_the_saved_run(is_padded, tmp_path
     """Which hold a mask was found anew in the first batch, and that may have none where that of the saved run
     had one: other tensors were compressed, and the losses were others."""
     whole = run_ranks(2, trained_with_padding, tmp_path, is_padded, 0)
-    for _ in range(2):  # the second goes on from what the first saved before any batch
-        resumed = run_ranks(2, trained_with_padding, tmp_path, is_padded, 1)
+    for evaluates in (False, True):  # the second goes on from what the first saved before any batch
+        resumed = run_ranks(2, trained_with_padding, tmp_path, is_padded, 1, evaluates)
         assert resumed == [found[1:] for found in whole]
     (tmp_path / "1" / "ds_compress_pp01_dp00_tp00.safetensors").unlink()
     anew = run_ranks(2, trained_with_padding, tmp_path, is_padded, 1)

@@ -120,6 +120,13 @@ def test_the_rows_of_a_run_of_values(width, start, numel, share):
     assert torch.equal(cleared, padded.view(-1)[rows.before : rows.before + numel])
 
 
+@pytest.mark.parametrize("start", [0, 40])
+def test_a_run_of_no_values_has_no_rows(start):
+    rows, none = RowSpan.of(96, start, 0), torch.zeros(0)
+    rows.set_to_zero(none, rows.are_zero(none))
+    assert rows.touched == len(rows.are_zero(none)) == 0
+
+
 def test_what_a_zero_row_has_left_over_is_still_sent():
     """A row that was used once keeps its residual, and the next packets send it."""
     options = ReplicasOptions(codec=FOUR, feedback="ef")

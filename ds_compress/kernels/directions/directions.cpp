@@ -92,7 +92,7 @@ inline int8_t round_to_codes(const float* coefficients, int64_t rank, int8_t* co
     return static_cast<int8_t>(exponent);
 }
 
-// y = x + coefficients * basis, of ROWS rows, in COUNT vectors from value `begin` on; the last one has so many lanes.
+// y = x + coefficients * basis, of ROWS rows, in COUNT vectors from value `begin` on, of each of which so many lanes exist.
 template <int ROWS, int COUNT, class In, class Out>
 void add_vectors(const In* x, const Coefficients& coefficients, const Directions& basis, int64_t width, int64_t begin,
                  int64_t lanes, Out* y) {
