@@ -1,6 +1,7 @@
 """The command `ds-compress`, also `python -m ds_compress`: one module per subcommand."""
 
 import argparse
+import contextlib
 import io
 import os
 import sys
@@ -46,7 +47,8 @@ def _accept_all_text() -> None:
     if sys.stdout is None:
         sys.stdout = io.StringIO()
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
-        sys.stdout.reconfigure(errors="backslashreplace")
+        with contextlib.suppress(OSError):  # of a pipe that has taken the place of a file
+            sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def main(argv: list[str] | None = None) -> int:

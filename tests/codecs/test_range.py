@@ -120,6 +120,6 @@ def test_feedback_forgets_the_ends_of_the_range(feedback, choice, dtype, backend
         assert all(each.isfinite().all() for each in arrived), name
         error = (sum(each.double() for each in arrived) / len(arrived) - x.double()).norm()
         calm = error if calm is None else calm
-        # the residual brings the `x` that was lost beside them with one of four messages; in fp16 they are
-        # ordinary numbers
-        assert dtype == torch.float16 or error <= 2 * calm + 0.5 * x.double().norm(), name
+        # the residual brings the `x` that was lost beside them with one of four messages, with two where
+        # rounded factors leave some of them in a state; in fp16 they are ordinary numbers
+        assert dtype == torch.float16 or error <= 2 * calm + 0.6 * x.double().norm(), name
