@@ -72,8 +72,9 @@ class EF21Codec(FeedbackCodec, StatefulFeedback, ObservesWarmup):
         change, state = self.codec.decode(parts, spec, ctx), self.state.load(ctx, spec)
         new, keep = kernels(change.device).update_state(state, change, ctx.loss_scale)
         self.state.save(ctx, spec, new, keep)
-        is_other = ctx.loss_scale == 1 and new.dtype != spec.dtype  # else a copy, as the state stays here
-        return cast(new if is_other else new * ctx.loss_scale, spec.dtype)
+        if ctx.loss_scale != 1 or new.dtype == spec.dtype:
+            new = new * ctx.loss_scale  # a copy: what arrives may be changed, the state not
+        return cast(new, spec.dtype)
 
     def observe(self, x: Tensor, ctx: Context) -> None:
         spec = TensorSpec.of(x)

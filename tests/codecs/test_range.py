@@ -122,4 +122,5 @@ def test_feedback_forgets_the_ends_of_the_range(feedback, choice, dtype, backend
         calm = error if calm is None else calm
         # the residual brings the `x` that was lost beside them with one of four messages, with two where
         # rounded factors leave some of them in a state; in fp16 they are ordinary numbers
-        assert dtype == torch.float16 or error <= 2 * calm + 0.6 * x.double().norm(), name
+        share = 0.6 if choice["name"] == "lowrank" else 0.5
+        assert dtype == torch.float16 or error <= 2 * calm + share * x.double().norm(), name
