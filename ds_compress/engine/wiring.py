@@ -19,6 +19,7 @@ from ds_compress.transport.p2p import (
     Receiver,
     Sender,
     channel_groups,
+    meet,
 )
 from ds_compress.transport.staging import receives_hold_device
 
@@ -91,18 +92,21 @@ def _first_connections(stage: Stage, engine: Any, uses: Sequence[str]) -> dict[t
     """Return the connection over which each use of a boundary of `stage` goes, by (boundary % 2, use).
 
     Over gloo both ranks make it alone: a group of all ranks takes a socket for each of them, and on far links
-    a second of the start.
+    a second of the start. Over NCCL the first packet would make it, while the hosts of both ranks wait for
+    each other: in mid-schedule for ever, if one sends an extra packet there and the other a gradient.
     """
     seconds = stage.config.block.link.timeout_s
-    if receives_hold_device(engine.device):
-        groups = channel_groups(engine.num_stages - 1, uses, seconds)
-        stage.groups += itertools.chain(*groups.values())
-        return groups
     neighbours = {}
     for boundary, neighbour in ((stage.before, engine.prev_stage), (stage.after, engine.next_stage)):
         if boundary is not None:
             neighbours[boundary.number % 2] = engine.grid.stage_to_global(neighbour)
     in_order = [(parity, use) for parity in sorted(neighbours) for use in uses]
+    if receives_hold_device(engine.device):
+        groups = channel_groups(engine.num_stages - 1, uses, seconds)
+        stage.groups += itertools.chain(*groups.values())
+        for parity, use in in_order:
+            meet(engine.global_rank, neighbours[parity], engine.device, groups[parity, use], seconds)
+        return groups
     wanted = [(sorted([engine.global_rank, neighbours[parity]]), 1) for parity, _ in in_order]
     return dict(zip(in_order, connect(wanted, seconds)))
 

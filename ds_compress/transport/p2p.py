@@ -26,6 +26,7 @@ from torch.distributed import DistError, Work
 
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.memory import is_of_this_rank
+from ds_compress.transport import packet_parts
 from ds_compress.transport.connections import connect
 from ds_compress.transport.packet_memory import Packet, new_packet
 from ds_compress.transport.packet_parts import Parts
@@ -47,13 +48,19 @@ def packets_in_flight(depth: int) -> int:
     return depth + 3
 
 
-def posted_ahead(depth: int) -> int:
+def posted_ahead(depth: int, hold_device: bool = False) -> int:
     """Return how many receives an eager channel keeps posted.
 
     One packet can be in use while the next `depth` arrive. The neighbour cannot have made one after those, as
     it waits for an answer to the first.
+
+    Args:
+        hold_device: whether receives do (`receives_hold_device`). Streams may share a queue of it, and
+            with CUDA_DEVICE_MAX_CONNECTIONS=1 all do: what is launched after a receive then starts when the
+            packet before that one has come. From depth 3 on, neighbours that both post depth + 1 would wait
+            for each other (tests/transport/test_deadlocks.py).
     """
-    return depth + 1
+    return depth // 2 + 2 if hold_device else depth + 1
 
 
 @dataclass(frozen=True)
@@ -202,7 +209,7 @@ class Receiver(Endpoint):
                 f"link: {missing} packets from rank {self.peer} that were expected never came: the batch "
                 "before this one was interrupted; restart all ranks"
             )
-        ahead = posted_ahead(self.depth)
+        ahead = posted_ahead(self.depth, hold_device=not self._at_once)
         if len(self._memory) != ahead or self._memory[0].nbytes != nbytes:
             self._memory = [self._empty(nbytes) for _ in range(ahead)]
         self._in_use = None
@@ -266,6 +273,14 @@ def channel_groups(
         for use in uses
         for parity in range(min(boundaries, 2))
     }
+
+
+def meet(rank: int, peer: int, device: torch.device, groups: Sequence[Any], seconds: float) -> None:
+    """Send a byte from one of two ranks to the other, so that NCCL connects them now; both call it."""
+    timeout, byte = PeerTimeout(seconds=seconds), torch.zeros(1, dtype=torch.uint8, device=device)
+    with timeout.naming(peer):
+        transfer = packet_parts.isend if rank < peer else packet_parts.irecv
+        timeout.wait(transfer(byte, peer, groups), peer, device)
 
 
 class ExchangeConnections:

@@ -6,18 +6,20 @@ memory goes back to the stream that allocated it, as in torch's caching allocato
 another stream is done with it, and without `record_stream`, it is a race too.
 """
 
+import sys
 import threading
 import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
+from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from ds_compress.engine import wiring
-from ds_compress.kernels import numerics
-from ds_compress.transport import codec_stream, p2p, packet_parts, staging
+from ds_compress.transport import codec_stream, packet_parts, staging
+from tests.transport.deadlocks import Launches
 
 HOST_WAITS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"}
 """Operations whose result, or its size, the host has to wait for."""
@@ -79,6 +81,7 @@ class Transfer:
     def __init__(self, work, name, access, tensor, known, waits):
         self.timeline = Timeline(name)
         self.timeline.learn(known)
+        Device.now.launches.rename_last(self.timeline)
         Device.now.note(self.timeline, name, **{access: [tensor]})
         self._work = work
         self._waits = waits
@@ -86,6 +89,7 @@ class Transfer:
     def wait(self, timeout=None):
         self._work.wait(*([timeout] if timeout else []))
         self._waits().learn(self.timeline.state())
+        Device.now.launches.waited.add(self.timeline)
 
 
 class Device(TorchDispatchMode):
@@ -98,6 +102,7 @@ class Device(TorchDispatchMode):
         super().__init__()
         self.deaf = deaf
         self.problems = []
+        self.launches = Launches()
         self.compute = self.stream = Stream(name="compute")
         self._hosts = {}
         self._memory = weakref.WeakKeyDictionary()
@@ -109,11 +114,14 @@ class Device(TorchDispatchMode):
         return self._hosts.setdefault(threading.get_ident(), Timeline("host"))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
-            return result
-        if self.stream is not self.compute and func.overloadpacket.__name__ in HOST_WAITS:
-            self.problems.append(f"{self.stream.name}: the host waits for {func}")
+            self._launch(func.overloadpacket.__name__, args)
+            return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in HOST_WAITS:
+            self.host.learn(self.stream.state())
+            if self.stream is not self.compute:
+                self.problems.append(f"{self.stream.name}: the host waits for {func}")
         self.stream.learn(self.host.known)
         reads, writes = [], []
         values = dict(zip((argument.name for argument in func._schema.arguments), args)) | (kwargs or {})
@@ -129,6 +137,30 @@ class Device(TorchDispatchMode):
                 self._allocate(tensor, func)
             self.note(self.stream, str(func), reads, made + writes)
         return result
+
+    def _launch(self, name, args):
+        """Note a transfer; the stream waits for it, unless it is to be waited for later."""
+        timeline = Timeline(name)
+        timeline.done = 1
+        self.launches.add(timeline, name, args, self.stream.known, self.host.known)
+        if not self.launches.are_waited_for_later:
+            self.wait_for(timeline)
+
+    def wait_for(self, timeline):
+        self.stream.learn(timeline.state())
+        self.launches.waited.add(timeline)
+
+    def batch(self, function):
+        """`dist.batch_isend_irecv`, after which the stream waits for all that it launched."""
+
+        def launch(operations):
+            with self.launches.in_a_batch() as timelines:
+                works = function(operations)
+            for timeline in timelines:
+                self.wait_for(timeline)
+            return works
+
+        return launch
 
     def _allocate(self, tensor, func):
         stream = self.stream
@@ -187,7 +219,8 @@ class Device(TorchDispatchMode):
 
         def noted(group, name):
             def start(tensor, peer):
-                work = over(group, name)(tensor, peer)
+                with self.launches.waited_for_later():
+                    work = over(group, name)(tensor, peer)
                 return Transfer(work, name, accesses[name], tensor, timeline().state(), timeline)
 
             return start
@@ -204,6 +237,13 @@ def _pinned(nbytes):
         return torch.zeros(nbytes, dtype=torch.uint8)
 
 
+def _replace(name, function):
+    """Let all of ds_compress that imported a function of that name call another one."""
+    for place, module in list(sys.modules.items()):
+        if place.startswith("ds_compress.") and hasattr(module, name):
+            setattr(module, name, function)
+
+
 def install(staged, deaf=()):
     """Give this process, one of forked ranks, the device; `staged`: transfers cannot read its memory."""
     device = Device.now = Device(deaf)
@@ -213,12 +253,13 @@ def install(staged, deaf=()):
     torch.Tensor.record_stream = lambda tensor, stream: device.recorded(tensor, stream)
     wiring.codec_stream_for = codec_stream.DeviceCodecStream
     staging.pinned = _pinned
-    numerics.is_readable = lambda x: False
+    _replace("is_readable", lambda x: False)
     if staged:
         staging.is_needed = lambda which: True
         packet_parts.over = device.transfers(lambda: device.host)  # as gloo's, which know no stream
     else:
         packet_parts.over = device.transfers(lambda: device.stream)  # as NCCL's
-        p2p.receives_hold_device = lambda which: True
+        dist.batch_isend_irecv = device.batch(dist.batch_isend_irecv)
+        _replace("receives_hold_device", lambda which: True)
     device.__enter__()
     return device
