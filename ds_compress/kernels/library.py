@@ -137,7 +137,7 @@ def load() -> ctypes.CDLL | None:
     try:
         return _opened(name)
     except OSError as error:
-        logger.warning("codecs on the CPU run in PyTorch, several times slower: %s", error)
+        logger.warning("codecs on the CPU run in PyTorch, tens of times slower: %s", error)
         return None
 
 

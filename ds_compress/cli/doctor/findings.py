@@ -91,7 +91,7 @@ def _kernels(hosts: list[Facts], names: list[str]) -> Iterator[Finding]:
         if kernels is None:
             yield Finding(
                 "look",
-                f"no C++ kernels on {on}: codecs on the CPU run in PyTorch there, several times slower",
+                f"no C++ kernels on {on}: codecs on the CPU run in PyTorch there, tens of times slower",
                 "install g++ (apt install g++), then ds_compress again, or a wheel that has them",
             )
         else:
