@@ -217,9 +217,15 @@ class MessagePath:
         return [tensor for tensor in tensors_in(inputs) or () if tensor.is_floating_point()]
 
     def _gradients_received(self) -> Specs:
-        """Return tensors like the gradients that are received next, in the shapes that their sender knows."""
+        """Return tensors like the gradients that are received next, in the shapes that their sender knows.
+
+        With `dynamic_shape` later messages may have been announced since their activations left, and
+        DeepSpeed has made them like these.
+        """
         layer = self.engine.grad_layer
         found = (layer,) if torch.is_tensor(layer) else tensors_in(layer)
+        if found is not None and self.engine.dynamic_shape:
+            return found
         number = self.boundary_of_shapes(sends=True).number
         announced = [spec for spec in self.stage.announced.get(number, ()) if spec.dtype.is_floating_point]
         if found is None or (len(found) == len(announced) and all(map(is_alike, found, announced))):

@@ -97,6 +97,15 @@ def use_another_buffer(engine):
 two_lengths = of_lengths([8] * MICRO_BATCHES + [5] * MICRO_BATCHES)
 
 
+def turned(engine):
+    """Micro-batches of as many values, turned one way and the other."""
+    generator = torch.Generator().manual_seed(3)
+    while True:
+        for sides in ((3, 8), (8, 3)):
+            x = torch.randn(MICRO_BATCH, *sides, pipeline.WIDTH, generator=generator)
+            yield x, torch.sin(3 * x)
+
+
 def image_layers():
     """A small network of convolutions, as that of DeepSpeed's pipeline test on CIFAR-10."""
     return [
@@ -132,6 +141,7 @@ PROGRAMS = {
         stages=2, specs=lambda: Causal.layers(6), data=two_lengths,
         module={"dynamic_shape": True},
     ),
+    "as many values in other shapes": program(stages=3, data=turned, module={"dynamic_shape": True}),
     "another batch size at every step": program(before_batch=other_batch_size, steps=6),
     "other micro-batches at every step": program(before_batch=other_micro_batches, steps=4),
     "names and tensors through a p2p of its own": program(engines.NamedTensors, stages=3),
