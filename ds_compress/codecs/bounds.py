@@ -38,7 +38,7 @@ def largest_normal(values: int) -> float:
     return -NormalDist().inv_cdf(0.005 / values)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)  # the reach may follow from the size of a message
 def normal_on_grid(low: float, high: float, steps: int, stochastic: bool = False) -> float:
     """Return the error of standard normal numbers on a grid of `steps` from `low` to `high`.
 

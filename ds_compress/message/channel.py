@@ -30,6 +30,10 @@ from ds_compress.message.layout import Counters, Encoded, MessageLayout, explain
 from ds_compress.message.packet import PacketLayout
 from ds_compress.transport.packet_memory import Packet
 
+MOST_LAYOUTS = 1024
+"""Layouts that a channel keeps, those used last: each takes about 3 kB, and with `dynamic_shape` a run may
+have messages of ever new shapes."""
+
 Mode = Literal["compressed", "uncompressed"]
 """How messages of an evaluation are sent."""
 
@@ -81,10 +85,11 @@ class Channel:
             else:
                 return layout
         specs = tuple(map(TensorSpec.of, tensors))  # seldom: hashing all of them takes its time
-        if (specs, kind) not in self._layouts:
-            self._layouts[specs, kind] = self._layout(specs, kind)
-        self._latest[kind] = self._layouts[specs, kind]
-        return self._latest[kind]
+        layout = self._layouts.pop((specs, kind), None) or self._layout(specs, kind)
+        self._latest[kind] = self._layouts[specs, kind] = layout  # now the last one in the dict
+        if len(self._layouts) > MOST_LAYOUTS:
+            del self._layouts[next(iter(self._layouts))]
+        return layout
 
     def _layout(self, specs: tuple[TensorSpec, ...], kind: Kind) -> MessageLayout:
         compressed, training, uncompressed_tail, dependence = kind

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from rich.filesize import decimal
 
@@ -10,6 +11,21 @@ from ds_compress.errors import shown_boundaries
 from ds_compress.monitor.guard_limits import Violation, place_of
 from ds_compress.monitor.metrics import Channels, ratio
 from ds_compress.version import __version__
+
+
+@dataclass
+class Waited:
+    """How long a stage waited in measured steps, added up over them."""
+
+    steps: int = 0
+    shares: float = 0.0  # of each step
+    seconds: float = 0.0
+
+    def add(self, share: float, seconds: float) -> None:
+        """Add a step."""
+        self.steps += 1
+        self.shares += share
+        self.seconds += seconds
 
 
 def announcement(
@@ -77,7 +93,7 @@ def summary(
     channels: Channels,
     first: int,
     step: int,
-    waited: Sequence[tuple[float, float]],
+    waited: Waited,
     gradients: Mapping[str, Sequence[Mapping[str, float]]],
     exchanged: Mapping[str, str],
 ) -> str:
@@ -85,7 +101,7 @@ def summary(
 
     Args:
         first: step that training began, or was resumed, with.
-        waited: of each measured step, how long a stage waited: share, and seconds.
+        waited: in the measured steps.
         gradients: bytes of those that are exchanged, by kind and stage.
         exchanged: as `gradients` of `announcement`.
     """
@@ -99,9 +115,8 @@ def summary(
     line = f"ds_compress: {'; '.join(parts)} by step {step}"
     if first > 1:
         line += f", from step {first} on"
-    if waited and sent:
-        share, seconds = (sum(each) / len(waited) for each in zip(*waited))
-        seconds *= step - first + 1
+    if waited.steps and sent:
+        share, seconds = waited.shares / waited.steps, waited.seconds / waited.steps * (step - first + 1)
         line += f"; a stage waited {share:.0%} of a step for messages, about {seconds:,.1f} s"
     return line
 

@@ -80,7 +80,7 @@ class Monitor(RuntimePart):
         # of the last measured step, and of the one before
         self._last: tuple[metrics.Channels, metrics.Channels] = {}, {}
         self._first = self._steps = 0  # number of the first step of this run, and of the last reduced one
-        self._waited: list[tuple[float, float]] = []  # share and seconds of each written step spent waiting
+        self._waited = lines.Waited()
 
     def follow(self) -> None:
         """Report codecs again after the config has changed: message sizes and limit warnings."""
@@ -302,7 +302,7 @@ class Monitor(RuntimePart):
         events += self._gradient_events(samples)
         stages = [metrics.stage_ms(channels, stage) for stage in range(self.boundaries + 1)]
         waited_ms = sum(spent["wait"] + spent["send"] for spent in stages) / self.ranks
-        self._waited.append((waited_ms / step_ms, 1e-3 * waited_ms))
+        self._waited.add(waited_ms / step_ms, 1e-3 * waited_ms)
         uncompressed = metrics.uncompressed_step_ms(step_ms, channels, self.ranks)
         whole = {"step_ms": step_ms, "uncompressed_step_ms": uncompressed}
         return events + [(metrics.label(name), value, samples) for name, value in whole.items()]

@@ -9,7 +9,7 @@ import pytest
 
 from ds_compress.config import DIRECTIONS, Config
 from ds_compress.monitor import metrics
-from ds_compress.monitor.lines import announcement, summary
+from ds_compress.monitor.lines import Waited, announcement, summary
 from ds_compress.monitor.metrics import CHANNEL, PIPELINE, stage_ms, uncompressed_step_ms
 from ds_compress.monitor.progress import LINES, Progress
 
@@ -68,15 +68,15 @@ def channels(raw, wire, count=1):
 
 def test_nothing_is_saved_where_headers_are_all_that_is_added():
     """A run of codec `none` once ended with "-2.2 kB saved"."""
-    line = summary(channels(1_000_000, 1_001_100), 1, 5, [], {}, {})
+    line = summary(channels(1_000_000, 1_001_100), 1, 5, Waited(), {}, {})
     assert line == "ds_compress: 2.00 MB sent instead of 2.00 MB, 2.20 kB more (1.00x) by step 5"
-    assert "1.50 MB saved (4.00x) by step 5" in summary(channels(1_000_000, 250_000), 1, 5, [], {}, {})
+    assert "1.50 MB saved (4.00x) by step 5" in summary(channels(1_000_000, 250_000), 1, 5, Waited(), {}, {})
 
 
 def test_waiting_is_counted_in_steps_alone():
     """A site that had trained 20 steps in 2 s, after it had waited for the weights of another, said
     "about 29.6 s"."""
-    line = summary(channels(1_000_000, 250_000), 11, 30, [(0.25, 0.02), (0.35, 0.04)], {}, {})
+    line = summary(channels(1_000_000, 250_000), 11, 30, Waited(2, 0.25 + 0.35, 0.02 + 0.04), {}, {})
     assert line.endswith(
         "by step 30, from step 11 on; a stage waited 30% of a step for messages, about 0.6 s"
     )

@@ -41,7 +41,7 @@ def rotate_back(groups: Tensor, key: int) -> Tensor:
     return _butterflies(groups) * diagonal(groups.shape[1], key, groups.device)
 
 
-@cache
+@lru_cache(maxsize=1024)
 def cut_growth(size: int, values: int) -> float:
     """Return how many times as large the largest coefficient of a group can get when all but its first
     `values` values become 0: the norm of that projection in rotated coordinates."""
