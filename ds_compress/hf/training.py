@@ -282,8 +282,10 @@ class FinetuneRun:
     @property
     def _has_stopped(self) -> bool:
         """Whether `early_stop` evaluations have come after the best one."""
-        later = sum(step > self._best_step for step in self.evaluations if self._best_step)
-        return self.settings.early_stop is not None and later >= self.settings.early_stop
+        best, most = self._best_step, self.settings.early_stop
+        if best is None or most is None:
+            return False
+        return sum(step > best for step in self.evaluations) >= most
 
     def _evaluate(self, progress: Progress) -> bool:
         """Evaluate, and return whether the perplexity is the lowest so far."""
