@@ -61,14 +61,20 @@ def announcement(
     return "; ".join([line, *gradients.values()])
 
 
-def size_notes(config: Config, channels: Channels) -> list[str]:
-    """Return a warning for each codec that makes messages larger, once for all channels that share it."""
-    size_note = config.in_force.size_note
-    notes = {
-        size_note(*key, values["message_raw_bytes"], values["message_wire_bytes"]): None
-        for key, values in channels.items()
-    }
-    return list(filter(None, notes))
+def size_notes(config: Config, channels: Channels, known: set[tuple[int, str, str]]) -> list[str]:
+    """Return a warning for each codec that makes messages larger, once for all channels that share it.
+
+    Args:
+        known: boundary, direction and codec of earlier warnings, which are left out; new ones are added.
+    """
+    notes: dict[str, None] = {}
+    for key, values in channels.items():
+        sizes = values["message_raw_bytes"], values["message_wire_bytes"]
+        place = *key, str(getattr(config.in_force.codecs(key[0]), key[1]))
+        if (note := config.in_force.size_note(*key, *sizes)) and place not in known:
+            known.add(place)
+            notes[note] = None
+    return [*notes]
 
 
 def violation_note(

@@ -73,7 +73,9 @@ class Monitor(RuntimePart):
         self._began: Any = None  # clock mark at the start of the measured step
         self._failure = ""  # first error of this rank, in one line
         self._is_logged, self._off, self._sizes_pending = False, False, True
-        self._warned: set[tuple[int, str, str]] = set()  # (boundary, direction, limit)
+        # codecs that were warned of; settings that alternate are not warned of again and again
+        self._warned: set[tuple[int, str, str, str]] = set()  # (boundary, direction, codec, limit)
+        self._larger: set[tuple[int, str, str]] = set()  # (boundary, direction, codec)
         self._gathered: metrics.Channels = {}
         self._gradients: dict[str, list[dict[str, float]]] = {}  # of the last reduced step, by kind and stage
         self._written, self._written_gradients = self._table.channels, self._table.gradients  # zeros
@@ -83,8 +85,7 @@ class Monitor(RuntimePart):
         self._waited = lines.Waited()
 
     def follow(self) -> None:
-        """Report codecs again after the config has changed: message sizes and limit warnings."""
-        self._warned.clear()
+        """Report codecs after the config has changed: message sizes and limit warnings of new ones."""
         self._gradient_errors.clear()
         self._sizes_pending = True
 
@@ -150,7 +151,7 @@ class Monitor(RuntimePart):
                 if self._sizes_pending:  # of the active codecs
                     self._sizes_pending = False
                     record_settings(KEY, self.config.settings)
-                    for note in lines.size_notes(self.config, channels):
+                    for note in lines.size_notes(self.config, channels, self._larger):
                         logger.warning(note)
                 self._gathered, self._steps = channels, step.number
                 self._gradients = self._table.gradients
@@ -245,14 +246,15 @@ class Monitor(RuntimePart):
 
     def _warn(self) -> None:
         """Log the worst values beyond the guard's limits: one line for all channels with the same direction,
-        codec and limits, once per channel and limit."""
+        codec and limits, once per channel, codec and limit."""
         guard, over = self.config.block.guard, dict[tuple[str, str, tuple[str, ...]], dict[int, Any]]()
         for (number, direction), judged in self.message_quality().items():
+            codec = str(getattr(self.config.in_force.codecs(number), direction))
+            place = number, direction, codec
             found = (each.limit for each in judged.violations(guard))
-            limits = tuple(each for each in found if (number, direction, each) not in self._warned)
-            self._warned.update((number, direction, each) for each in limits)
+            limits = tuple(each for each in found if (*place, each) not in self._warned)
+            self._warned.update((*place, each) for each in limits)
             if limits:
-                codec = str(getattr(self.config.in_force.codecs(number), direction))
                 over.setdefault((direction, codec, limits), {})[number] = judged
         for (direction, _, limits), alike in over.items():
             violations = MessageQuality.worst(alike.values()).violations(guard)

@@ -23,7 +23,15 @@ from tests.support import pipeline
 from tests.support.calls import wrapped
 from tests.support.launch_scripts import read_run
 from tests.support.offline_wandb import finish, keep_offline, read_offline
-from tests.support.pipeline import MICRO_BATCH, MICRO_BATCHES, batches, build, ds_config, same_weights
+from tests.support.pipeline import (
+    MICRO_BATCH,
+    MICRO_BATCHES,
+    batches,
+    build,
+    ds_config,
+    log_lines,
+    same_weights,
+)
 from tests.support.pipeline_kinds import KINDS
 from tests.support.ranks import run_ranks
 
@@ -413,3 +421,24 @@ def test_what_breaks_is_said_once_and_switches_monitoring_off(mode, tmp_path):
             assert len(warnings) == 1 and "\n" not in warnings[0], (name, warnings)
             assert "monitoring is off" in warnings[0], warnings
             assert written < LONGER, name
+
+
+def logged_while_settings_alternate(folder):
+    block = {"min_numel": 0, "monitor": {"every": 1}, "guard": {"every": 0}}
+    engine, data, lines = build(2, ds_config(block, **sinks(folder, wandb=False))), batches(), log_lines()
+    coarse = {"name": "quantize", "bits": 1}, {"name": "topk", "density": 1.0}
+    for step in range(10):
+        codecs = coarse if step % 2 else ("none", "none")
+        changes = {direction: {"codec": codec} for direction, codec in zip(DIRECTIONS, codecs)}
+        engine.ds_compress.reconfigure({"0": changes})
+        engine.train_batch(data)
+    return lines
+
+
+def test_settings_that_come_again_are_warned_of_once(tmp_path):
+    """A policy may go back to a setting thousands of times; each time its warnings were logged again."""
+    lines, _ = run_ranks(2, logged_while_settings_alternate, tmp_path)
+    assert [line.partition(":")[0] for line in lines] == [
+        "ds_compress.boundaries.0.backward.codec",  # makes messages larger
+        "boundary 0, forward",  # has a token error
+    ]
