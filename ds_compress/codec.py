@@ -79,7 +79,7 @@ class Context(MessageId):
     """What a codec may need for one tensor of one message; it keeps no reference to it.
 
     Sender and receiver of a message have equal contexts, except for `memory`, which each side fills itself.
-    In evaluation `memory` is a copy that is discarded.
+    In evaluation what is put into `memory` is discarded.
     """
 
     position: int = 0  # which float tensor of the message this is

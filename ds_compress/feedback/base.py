@@ -11,6 +11,7 @@ state, it decides from the decoded message, so both sides decide alike.
 
 import math
 from abc import ABC, abstractmethod
+from collections import ChainMap
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -83,14 +84,19 @@ def encode_and_decode(
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """Encode `x`, into `out` if that is given, and decode it as the receiver will.
 
-    The sender decodes with the receiver's context: without the entries that encoding leaves in it.
+    The sender decodes with the receiver's context: without the entries that encoding leaves in it. They are
+    kept apart until then: a copy of the memory, which may hold buffers of a whole data set, would take longer
+    than the codec.
 
     Returns:
         The payload, and what the receiver decodes in x's dtype.
     """
-    receiver = replace(ctx, stash=dict(ctx.stash), memory=dict(ctx.memory))
-    parts = codec.encode_into(x, ctx, out)
-    return parts, codec.decode(parts, TensorSpec.of(x), receiver)
+    left: dict[str, Tensor] = {}
+    receiver = replace(ctx, stash=dict(ctx.stash), memory=ChainMap({}, ctx.memory))
+    parts = codec.encode_into(x, replace(ctx, memory=ChainMap(left, ctx.memory)), out)
+    decoded = codec.decode(parts, TensorSpec.of(x), receiver)
+    ctx.memory.update(left)
+    return parts, decoded
 
 
 class FeedbackCodec(Codec, CodecWrapper):

@@ -6,7 +6,8 @@ The same objects serve the pipeline engine and `simulate`.
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -298,13 +299,13 @@ class Boundary:
         """Return the context of the float tensor at `position` in a message.
 
         In training a forward message leaves its stash for the backward message of the same micro-batch, which
-        takes it away. Evaluation leaves nothing: its stash and its copy of the memory go with the context.
+        takes it away. Evaluation leaves nothing: its stash and what it adds to memory go with the context.
         """
-        memory = self.memory.setdefault(position, {})
+        memory: MutableMapping[str, Tensor] = self.memory.setdefault(position, {})
         forward = message_id.direction == "forward"
         key = (message_id.micro_batch, position)
         if not message_id.training:
-            stash, memory = {}, dict(memory)
+            stash, memory = {}, ChainMap({}, memory)
         elif forward:
             stash = self._stashes[key] = {}
         else:

@@ -5,6 +5,7 @@ import torch
 
 from ds_compress.config import Config
 from ds_compress.feedback import FEEDBACKS
+from ds_compress.message.channel import Boundary
 from tests.support.codecs import DTYPES, SETTINGS, FourBits, Pair, error_of, goes_with, ids, roundtrip, topk
 
 STATES = ("ef", "ef21", "ef_mixed", "loco")
@@ -173,3 +174,32 @@ def test_scale(feedback, size):
         x = torch.randn(3, 20)
         place = {"step": step, "sample_ids": ids(1, 2, 3)}
         torch.testing.assert_close(scaled(x * size, **place) / size, plain(x, **place), atol=2e-2, rtol=1e-2)
+
+
+class Unread(dict):
+    """The memory of a boundary; only what a message looks up is read."""
+
+    def __iter__(self):
+        raise AssertionError("a message read the whole memory, which may hold buffers of a whole data set")
+
+    keys = values = items = __iter__
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("feedback", [*STATES, "aqsgd"])
+@pytest.mark.parametrize("codec", [topk(0.4), {"name": "quantize", "bits": 4}], ids=str)
+def test_a_message_takes_as_long_whatever_is_remembered(codec, feedback, training):
+    """With `aqsgd` each message copied the memory: with buffers of 300,000 samples, 16 ms each."""
+    if not goes_with(feedback, codec):
+        pytest.skip("this feedback cannot follow this codec")
+    block = {"forward": {"codec": codec, "feedback": feedback}, "min_numel": 0}
+    both = [Boundary(0, Config(block)) for _ in range(2)]
+    for boundary in both:
+        boundary.memory[0] = Unread()
+    sender, receiver = (boundary.forward for boundary in both)
+    for step in range(3):
+        number = sender.message_id(step, 0, training)
+        both[0].sample_ids[0] = ids(1, 2)
+        encoded = sender.encode((torch.randn(2, 32),), number)
+        message = receiver.layout_of((torch.randn(2, 32),), number)
+        receiver.decode(encoded.packet, message, number, lambda _: encoded.extra)
