@@ -97,6 +97,11 @@ class Lookahead:
         """Iterate over the schedule's steps, and track the instructions as they run."""
         return iter(self._steps)
 
+    def end(self) -> None:
+        """Let go of the schedule, which has run: its steps and this object refer to each other, and programs
+        switch off the garbage collector, or call it seldom."""
+        self._steps.clear()
+
     @property
     def current(self) -> Any:
         """Return the instruction in progress; None outside of one."""

@@ -267,6 +267,7 @@ class MessagePath:
             yield lookahead.counts if ahead else {}
         finally:
             self.lookahead = Lookahead()
+            lookahead.end()
             if lookahead.plain:
                 del pipe_schedule.steps
 
