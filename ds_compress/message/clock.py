@@ -21,11 +21,16 @@ class HostClock:
 
 
 class CudaClock(HostClock):
-    """Marks are CUDA events on the current stream, so the time of the stream counts, not that of the host."""
+    """Marks are CUDA events on the current stream of a device, so the time of the stream counts, not that of
+    the host."""
+
+    def __init__(self, device: torch.device):
+        """Measure on `device`, which need not be the current one."""
+        self._device = device
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def ms(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
@@ -34,4 +39,4 @@ class CudaClock(HostClock):
 
 
 def clock_for(device: torch.device) -> HostClock:
-    return CudaClock() if device.type == "cuda" else HostClock()
+    return CudaClock(device) if device.type == "cuda" else HostClock()
