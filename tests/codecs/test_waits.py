@@ -4,6 +4,9 @@ codecs take little of its memory.
 Tensors on "meta" stand for those of a GPU: PyTorch's kernels serve both, and to read one is an error.
 """
 
+import contextlib
+import importlib
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,6 +16,8 @@ from ds_compress.codec import CODECS, Context, TensorSpec, build
 from ds_compress.feedback import FEEDBACKS
 from ds_compress.hf.footprint import FakeTensorMeter
 from ds_compress.kernels import backends
+from ds_compress.kernels.backends import kernels
+from ds_compress.kernels.entropy.format import frame_of, tables
 from ds_compress.kernels.entropy.rans import Coded, Coder
 from ds_compress.kernels.entropy.reference import EntropyCoding
 from tests.support.codecs import goes_with
@@ -133,3 +138,23 @@ def test_memory_of_entropy(choice):
         with torch.no_grad(), FakeTensorMeter([]) as memory:
             parts = message()
         assert 4 < memory.peak / x.numel() < limit
+
+
+def test_only_the_first_run_of_a_kernel_brings_constants(monkeypatch):
+    """Tests of kernels that run on a GPU refuse waits of the host. They refused the tables of `entropy`, too,
+    which the host copies to a device once: there `make test` would have failed."""
+    support = importlib.import_module("tests.support.triton")
+    device, modes = kernels(DEVICE), {"error": Crossings(), "default": contextlib.nullcontext()}
+    refusing = contextlib.ExitStack()
+
+    def switch(mode):
+        refusing.close()
+        refusing.enter_context(modes[mode])
+
+    monkeypatch.setattr(support, "INTERPRETED", False)
+    monkeypatch.setattr(support, "DEVICE", DEVICE)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", switch)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: tensor)  # there is nothing to copy
+    tables.cache_clear()
+    words = support.launched(device.encode_entropy, torch.randn(300), frame_of(300, 3.0))
+    assert words.device == DEVICE

@@ -78,10 +78,14 @@ SPECIAL = (torch.inf, -torch.inf, torch.nan)
 
 
 def launched(function, *args, **named):
-    """Run `function` with arguments on DEVICE, without a host sync, and return its result on the CPU."""
+    """Run `function` with arguments on DEVICE, without a host sync, and return its result on the CPU.
+
+    It runs twice: the first time it may bring constants to the device.
+    """
     args = [arg.to(DEVICE) if isinstance(arg, torch.Tensor) else arg for arg in args]
     if INTERPRETED:
         return function(*args, **named)
+    function(*args, **named)
     torch.cuda.set_sync_debug_mode("error")
     try:
         result = function(*args, **named)
