@@ -26,6 +26,7 @@ from ds_compress.codecs.message_error import measure_error
 from ds_compress.message.layout import Counters
 from ds_compress.replicas.slices import AVERAGE, GRADIENT, Gradient, Slice, SliceCodec, Slices
 from ds_compress.replicas.transfers import Replicas, Started, Transfer
+from ds_compress.transport.codec_stream import without_autocast
 
 MEASURED = 2**20
 """Most values of a bucket that are compared with their exact average, which takes one more all-reduce."""
@@ -129,7 +130,7 @@ class Exchange:
         Transfers of earlier buckets are waited for after a fixed number of calls, so that all replicas start
         theirs in one order. Args: see `average`.
         """
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast():
             measures, self._measures = self._measures, False
             exact = self._exact(bucket, factor) if measures else None
             rounds = self.rounds(bucket, factor, scale, step)
@@ -141,7 +142,7 @@ class Exchange:
 
     def finish(self) -> None:
         """Wait for all buckets that were started."""
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast():
             for bucket in self._in_flight[-GATHERS_AFTER:]:
                 self._advance(bucket)
             while self._in_flight:

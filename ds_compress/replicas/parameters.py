@@ -19,6 +19,7 @@ from ds_compress.message.packet import ALIGNMENT
 from ds_compress.replicas.exchange import cut
 from ds_compress.replicas.slices import AVERAGE, RowSpan, Slice, SliceCodec
 from ds_compress.replicas.transfers import Replicas, Started, Transfer
+from ds_compress.transport.codec_stream import without_autocast
 
 
 class Range(NamedTuple):
@@ -81,7 +82,7 @@ class ParameterExchange:
         if flat.data_ptr() not in self._plans:
             self._plans[flat.data_ptr()] = self._plan(flat, ranges)
         plan = self._plans[flat.data_ptr()]
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast():
             under_way = [self._send(bucket, flat, new, step) for bucket in plan]
             for bucket, started in zip(plan, under_way):
                 self._add(bucket, started.wait(), flat, step)

@@ -21,6 +21,7 @@ from ds_compress.message.observer import Observer, SeenMessage
 from ds_compress.monitor.guard_limits import MessageQuality
 from ds_compress.monitor.lines import violation_note
 from ds_compress.monitor.metrics import residual_values
+from ds_compress.transport.codec_stream import without_autocast
 
 logger = logging.getLogger("ds_compress")
 
@@ -121,17 +122,21 @@ class SimulatedBoundary(nn.Module):
         self, source: Channel, target: Channel, tensors: Sequence[Tensor], message_id: MessageId
     ) -> list[Tensor]:
         """Send `tensors`, and return them as they arrive."""
-        message = SeenMessage(source, message_id, tensors)
-        for observer in self.ends[source.direction].observers:
-            observer.before(message)
-        message.encoded = encoded = source.encode(tensors, message_id)
-        arrived = target.decode(
-            encoded.packet, target.layout_of(tensors, message_id), message_id, lambda nbytes: encoded.extra
-        )
-        message.decoded = arrived
-        for observer in self.ends[source.direction].observers:
-            observer.after(message)
-        return arrived
+        with without_autocast():
+            message = SeenMessage(source, message_id, tensors)
+            for observer in self.ends[source.direction].observers:
+                observer.before(message)
+            message.encoded = encoded = source.encode(tensors, message_id)
+            arrived = target.decode(
+                encoded.packet,
+                target.layout_of(tensors, message_id),
+                message_id,
+                lambda nbytes: encoded.extra,
+            )
+            message.decoded = arrived
+            for observer in self.ends[source.direction].observers:
+                observer.after(message)
+            return arrived
 
 
 class TrafficMeter(Observer):

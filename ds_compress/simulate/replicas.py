@@ -14,6 +14,7 @@ from ds_compress.replicas.exchange import Exchange
 from ds_compress.replicas.factors import build_exchange, compressed_parameters
 from ds_compress.replicas.slices import Gradient
 from ds_compress.replicas.transfers import Replicas, Transfer
+from ds_compress.transport.codec_stream import without_autocast
 
 
 class SimulatedReplicas:
@@ -99,7 +100,7 @@ class SimulatedReplicas:
     def _exchange(self, gradients: Sequence[Sequence[Gradient]]) -> None:
         """Average `gradients` of each replica in place."""
         factor = 1 / self._count
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast():
             rounds = [
                 exchange.rounds(own, factor, 1.0, self.global_steps)
                 for exchange, own in zip(self.exchanges, gradients)

@@ -10,7 +10,7 @@ which made the message needed itself.
 """
 
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import TypeVar
 
 import torch
@@ -19,12 +19,21 @@ from torch import Tensor
 Made = TypeVar("Made")
 
 
-class CodecStream:
-    """In line: work is done when the call returns. What a CPU needs.
+def without_autocast() -> AbstractContextManager[object]:
+    """Return a context to enter at once, for work of codecs.
 
-    A program may train within `torch.autocast`. Work is done without it: products of codecs would have 16
-    bits, and it refuses to join bf16 and fp16.
+    A program may train within `torch.autocast`: products of codecs would have 16 bits, and it refuses to join
+    bf16 and fp16.
     """
+    stack = ExitStack()
+    for kind in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
+
+
+class CodecStream:
+    """In line: work is done when the call returns, without autocast. What a CPU needs."""
 
     def run(self, work: Callable[[], Made], *, takes: Iterable[Tensor] = (), gives: bool = False) -> Made:
         """Return what `work()` returns.
@@ -34,12 +43,7 @@ class CodecStream:
             takes: tensors it reads that the caller may free while it runs.
             gives: whether it returns tensors that the caller goes on to use.
         """
-        autocast = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-        if not autocast:
-            return work()
-        with ExitStack() as stack:
-            for kind in autocast:
-                stack.enter_context(torch.autocast(kind, enabled=False))
+        with without_autocast():
             return work()
 
     def join(self) -> None:

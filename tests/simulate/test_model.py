@@ -177,6 +177,17 @@ def test_errors_are_those_of_what_arrives():
     assert math.isnan(traffic(model)[0].relative_error)
 
 
+def test_messages_are_those_without_the_autocast_of_a_program():
+    """In a run of DeepSpeed they are; in a simulated one products of codecs had 16 bits."""
+    x, arrived = torch.randn(4, 64), []
+    for autocast in (True, False):
+        block = {**alike({"name": "lowrank", "rank": 2, "dtype": "fp32"}), "tensors": [0], "min_numel": 0}
+        model = simulate(two_layers(), ds_config(block), [1])
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            arrived.append(model(x))
+    assert torch.equal(*arrived)
+
+
 def test_epochs_are_so_many_steps():
     """`warmup_epochs` was refused; the pipeline equals `warmup_steps` (test_engine.py)."""
 
