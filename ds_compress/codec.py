@@ -97,9 +97,9 @@ class Context(MessageId):
     once."""
     memory: MutableMapping[str, Tensor] = field(default_factory=dict)
     """Tensors that outlive the message (a warm-started basis, learned weights). The boundary keeps and
-    checkpoints them; its two directions share them. Replace entries, never modify them in place: only
-    feedbacks overwrite theirs, if there is no other reference to the tensor. Entries are contiguous, as a
-    checkpoint restores them so and the last bits of a product depend on the memory layout."""
+    checkpoints them; its two directions share them. Replace entries, never delete them or modify them in
+    place: only feedbacks overwrite theirs, if there is no other reference to the tensor. Entries are
+    contiguous, as checkpoints restore them so and the last bits of a product depend on the memory layout."""
 
     @property
     def selection(self) -> Any:
