@@ -196,7 +196,8 @@ def recipes_table() -> str:
 - **Percent**: the rise of the held-out loss, evaluated without compression / with it, against an uncompressed
   run of its seed; means over seeds. Of one seed, some tenths are noise. A merged adapter has the first.
 - **Promised**: upper bound in 100 to 200 steps, kept by these and four small models, one of them kept aside.
-  From scratch, at width 128, only `safe` has a bound: 1 / 1 % in 1,200 steps, kept in 4,800 (one seed)."""
+  From scratch, at width 128, only `safe` has a bound: 1 / 1 % in 1,200 steps, kept in 4,800
+  (mean of two seeds)."""
 
 
 def small_table() -> str:
