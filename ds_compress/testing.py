@@ -148,6 +148,7 @@ class BoundarySides:
         with_out = Context(**place, stash=dict(source[1]), memory=dict(source[2]))
         generator = torch.get_rng_state()
         values = [(value, value.clone()) for memory in self._memories for value in memory.values()]
+        keys = [set(memory) for memory in self._memories]
 
         parts = self._called("encode", spec, codec.encode, x, sender)
         self._check_layout(receiving, parts, spec)
@@ -177,6 +178,8 @@ class BoundarySides:
             expect(not _shares(kept, packet), "keeps a view of the packet, whose memory is used again")
         for old, copy in values:
             expect(equal_values(old, copy), "modifies an entry of ctx.memory instead of replacing it")
+        stay = all(before <= memory.keys() for before, memory in zip(keys, self._memories))
+        expect(stay, "deletes an entry of ctx.memory instead of replacing it")
         for entry in (value for memory in self._memories for value in memory.values()):
             expect(entry.is_contiguous(), "leaves an entry in ctx.memory that is not contiguous")
 

@@ -219,8 +219,8 @@ class MessagePath:
     def _gradients_received(self) -> Specs:
         """Return tensors like the gradients that are received next, in the shapes that their sender knows.
 
-        With `dynamic_shape` later messages may have been announced since their activations left, and
-        DeepSpeed has made them like these.
+        With `dynamic_shape` later activations may have been announced since theirs left; `grad_layer` is then
+        like the outputs of this micro-batch.
         """
         layer = self.engine.grad_layer
         found = (layer,) if torch.is_tensor(layer) else tensors_in(layer)

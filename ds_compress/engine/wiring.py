@@ -42,7 +42,8 @@ def wire(stage: Stage, engine: Any, depth: int) -> None:
     def link(kind: type[Any], channel: Channel, neighbour: int, use: str = "") -> Any:
         own = groups.get((channel.boundary.number % 2, f"{channel.direction}{use}"), (None,))
         timeout = PeerTimeout(channel.place, seconds)
-        return kind(engine.grid.stage_to_global(neighbour), engine.device, own, timeout, depth, eager)
+        peer, answers = engine.grid.stage_to_global(neighbour), channel.direction == "backward"
+        return kind(peer, engine.device, own, timeout, depth, eager, answers)
 
     if eager and shapes:
         after, before = stage.after, stage.before

@@ -282,8 +282,8 @@ class FinetuneRun:
     @property
     def _has_stopped(self) -> bool:
         """Whether `early_stop` evaluations have come after the best one."""
-        best, most = self._best_step, self.settings.early_stop
-        if best is None or most is None:
+        most = self.settings.early_stop
+        if most is None or (best := self._best_step) is None:
             return False
         return sum(step > best for step in self.evaluations) >= most
 

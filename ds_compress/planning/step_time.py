@@ -141,6 +141,7 @@ class _Replay:
         # Imported here, so that a command can refuse its arguments before it waits for deepspeed
         from ds_compress.transport.p2p import packets_in_flight, posted_ahead
 
+        # as over gloo: over NCCL few gradients are received ahead
         self.in_flight, self.posted_ahead = packets_in_flight(plan.depth), posted_ahead(plan.depth)
 
     def run(self) -> float:

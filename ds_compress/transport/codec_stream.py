@@ -9,8 +9,8 @@ This order adds no wait: the host requests each encoding before every receipt, e
 which made the message needed itself.
 """
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 import torch
@@ -19,17 +19,16 @@ from torch import Tensor
 Made = TypeVar("Made")
 
 
-def without_autocast() -> AbstractContextManager[object]:
-    """Return a context to enter at once, for work of codecs.
-
-    A program may train within `torch.autocast`: products of codecs would have 16 bits, and it refuses to join
-    bf16 and fp16.
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Do work of codecs as if the program did not train within `torch.autocast`: their products would have 16
+    bits, and it refuses to join bf16 and fp16.
     """
-    stack = ExitStack()
-    for kind in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(kind):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-    return stack
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 class CodecStream:

@@ -36,6 +36,10 @@ Pending = Work | Parts | Staged
 """A packet in flight."""
 
 
+FEW = 3
+"""Receives of gradients that are posted at most where they hold the device."""
+
+
 def packets_in_flight(depth: int) -> int:
     """Return how many packets an eager channel has in flight before its sender waits for the oldest.
 
@@ -48,19 +52,20 @@ def packets_in_flight(depth: int) -> int:
     return depth + 3
 
 
-def posted_ahead(depth: int, hold_device: bool = False) -> int:
+def posted_ahead(depth: int, are_few: bool = False) -> int:
     """Return how many receives an eager channel keeps posted.
 
     One packet can be in use while the next `depth` arrive. The neighbour cannot have made one after those, as
     it waits for an answer to the first.
 
     Args:
-        hold_device: whether receives do (`receives_hold_device`). Streams may share a queue of it, and
-            with CUDA_DEVICE_MAX_CONNECTIONS=1 all do: what is launched after a receive then starts when the
-            packet before that one has come. From depth 3 on, neighbours that both post depth + 1 would wait
-            for each other (tests/transport/test_deadlocks.py).
+        are_few: for gradients, where receives hold the device (`receives_hold_device`). Streams may share a
+            queue of it, and with CUDA_DEVICE_MAX_CONNECTIONS=1 all do: what is launched after a receive then
+            starts when the packet before that one has come. Neighbours that post a activations and g
+            gradients would wait for each other if a + g > depth + 4, or a < depth - 1: for warm-up
+            (tests/transport/test_deadlocks.py).
     """
-    return depth // 2 + 2 if hold_device else depth + 1
+    return min(depth + 1, FEW) if are_few else depth + 1
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,8 @@ class Endpoint:
     depth: int = 1
     """Depth of the schedule that an eager end supports, from the next batch on."""
     is_eager: bool = True
+    are_answers: bool = False
+    """Whether its packets answer others, as gradients do."""
 
     def __post_init__(self) -> None:
         self._transport = transport_for(self.device)
@@ -209,7 +216,7 @@ class Receiver(Endpoint):
                 f"link: {missing} packets from rank {self.peer} that were expected never came: the batch "
                 "before this one was interrupted; restart all ranks"
             )
-        ahead = posted_ahead(self.depth, hold_device=not self._at_once)
+        ahead = posted_ahead(self.depth, are_few=self.are_answers and not self._at_once)
         if len(self._memory) != ahead or self._memory[0].nbytes != nbytes:
             self._memory = [self._empty(nbytes) for _ in range(ahead)]
         self._in_use = None

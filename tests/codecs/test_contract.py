@@ -88,6 +88,7 @@ AlwaysFloat = variant(decode=lambda self, parts, spec, ctx: parts[0].float())
 OneMore = variant(layout=lambda self, spec: (*Honest.layout(self, spec), ((), torch.float32)))
 Remembering = remembers(lambda memory, ones: memory.update(total=memory.get("total", ones) + 0))
 WritesMemory = remembers(lambda memory, ones: memory.setdefault("total", ones).add_(1))
+DeletesMemory = remembers(lambda memory, ones: memory.clear() if memory else memory.update(total=ones))
 StridedMemory = remembers(lambda memory, ones: memory.update(total=ones.t()))
 
 
@@ -178,6 +179,7 @@ BROKEN = {
     DataDependent: "encode makes (((1,), torch.bfloat16),), layout says (((), torch.bfloat16),), at float",
     KeepsViewInside: "keeps a view of the packet, whose memory is used again, at float32 []",
     WritesMemory: "modifies an entry of ctx.memory instead of replacing it, at float32 [3, 5]",
+    DeletesMemory: "deletes an entry of ctx.memory instead of replacing it, at float32 [3, 5]",
     StridedMemory: "leaves an entry in ctx.memory that is not contiguous, at float32 []",
     Stateful: "decode raised AttributeError: 'Stateful' object has no attribute 'scale', at float32 []",
     ForgetsOut: "encode writes something else to `out` than it returns without it, at float32 []",
