@@ -283,7 +283,16 @@ def channel_groups(
 
 
 def meet(rank: int, peer: int, device: torch.device, groups: Sequence[Any], seconds: float) -> None:
-    """Send a byte from one of two ranks to the other, so that NCCL connects them now; both call it."""
+    """Send a byte from one of two ranks to the other, so that NCCL connects them now; both call it.
+
+    Args:
+        rank, peer: global ranks, of this process and the other one.
+        groups: as `Endpoint.groups`.
+        seconds: of the time-out, for errors.
+
+    Raises:
+        CompressionError: the other rank is gone, or did not come.
+    """
     timeout, byte = PeerTimeout(seconds=seconds), torch.zeros(1, dtype=torch.uint8, device=device)
     with timeout.naming(peer):
         transfer = packet_parts.isend if rank < peer else packet_parts.irecv
