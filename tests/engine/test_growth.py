@@ -39,7 +39,7 @@ BLOCKS = {"everything": EVERYTHING, "quantize": alike("quantize", "ef", monitor=
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_steps_leave_nothing(block, tmp_path):
-    """Each written step once left two numbers for the line at the end: in a run of weeks, gigabytes."""
+    """Each written step once left two numbers for the line at the end."""
     for _, first, second in run_ranks(2, kept_after_steps, BLOCKS[block], tmp_path):
         assert second - first < 10, (first, second)
 
