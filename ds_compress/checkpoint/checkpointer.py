@@ -50,6 +50,7 @@ from ds_compress.checkpoint.search import (
     saved_state,
 )
 from ds_compress.errors import CompressionError, in_one_line
+from ds_compress.message.part import Engine
 from ds_compress.monitor.metrics import GRADIENTS
 from ds_compress.transport.collectives import all_gather, lowest
 from ds_compress.version import __version__
@@ -67,7 +68,7 @@ def entries_of(memories: Mapping[str, Mapping[int, Mapping[str, Tensor]]]) -> di
     }
 
 
-def _rank_in_job(engine: Any) -> Rank:
+def _rank_in_job(engine: Engine) -> Rank:
     """Return the stage, replica and tensor-parallel index of this rank."""
     grid = engine.grid
     return Rank(engine.stage_id, grid.get_data_parallel_id(), grid.get_slice_parallel_rank())

@@ -13,7 +13,14 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_compress.config import KEY, Config
 from ds_compress.engine import cleanup
-from ds_compress.engine.deepspeed import check_release, instruction_map, is_dualpipev, is_pipeline, p2p
+from ds_compress.engine.deepspeed import (
+    PipelineEngine,
+    check_release,
+    instruction_map,
+    is_dualpipev,
+    is_pipeline,
+    p2p,
+)
 from ds_compress.engine.deepspeed import prepare as prepare
 from ds_compress.engine.handshake import SharedWarning, agree, numerics_to_match
 from ds_compress.engine.intercept import PointToPoint
@@ -38,7 +45,7 @@ the engine works without."""
 logger = logging.getLogger("ds_compress")
 
 
-def _mixin(engine: Any) -> tuple[type[CompressedEngine], type[MessagePath]]:
+def _mixin(engine: PipelineEngine) -> tuple[type[CompressedEngine], type[MessagePath]]:
     """Return the mixin for `engine`, and the class of its message path."""
     if not is_dualpipev(engine):
         return CompressedEngine, MessagePath
@@ -125,7 +132,7 @@ def attach(engine: Any, block: object) -> None:
     weakref.finalize(engine, session.monitor.close)  # when the engine goes, at the latest when Python ends
 
 
-def _note_unused(engine: Any, config: Config) -> None:
+def _note_unused(engine: PipelineEngine, config: Config) -> None:
     """Note what of `config` has no effect on this `engine`."""
     connections = config.block.link.connections
     if connections != 1 and receives_hold_device(engine.device):
@@ -137,6 +144,6 @@ def _note_unused(engine: Any, config: Config) -> None:
         config.notes[f"{KEY}.replicas has no effect: there is one replica"] = None
 
 
-def _log_notes(engine: Any, config: Config) -> None:
+def _log_notes(engine: PipelineEngine, config: Config) -> None:
     for note in config.notes if engine.global_rank == 0 else ():
         logger.warning(note)

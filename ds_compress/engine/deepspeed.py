@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import deepspeed
 import torch
@@ -27,11 +27,58 @@ from packaging.version import Version
 from torch import Tensor
 
 from ds_compress.errors import CompressionError
+from ds_compress.message.part import Engine
 from ds_compress.transport import staging
 
 MINIMUM_DEEPSPEED = "0.19.3"
 RELEASES = "0.19.3", "0.19.6", "0.19.8"
 """Those that the tests ran with (docs/pipelines.md)."""
+
+
+class PipelineEngine(Engine, Protocol):
+    """What this package uses of DeepSpeed's engine beside its private names, and beside what the parts do."""
+
+    prev_stage: int
+    next_stage: int
+    mpu: Any
+    training_data: Any
+    skipped_steps: int
+    communication_data_type: torch.dtype
+    is_data_parallel: bool
+    has_moe_layers: bool
+    has_attention_mask: bool
+    has_bool_tensors: bool
+    is_pipe_partitioned: bool
+    is_grad_partitioned: bool
+    pipeline_enable_backward_allreduce: bool
+    gradient_average: bool
+    first_output_send: bool
+    pipe_recv_buf: Any
+    grad_layer: Any
+    batch_fn: Any
+    ds_compress: Any
+    """The `Session`."""
+
+    _AROUND: Any
+    """Of our mixin: what runs instead of DeepSpeed's functions, by instruction."""
+
+    def train_batch_size(self) -> int:
+        """Return the samples of a step, of all replicas."""
+
+    def zero_optimization(self) -> bool:
+        """Return whether the optimizer is one of ZeRO."""
+
+    def zero_optimization_stage(self) -> int:
+        """Return the stage of ZeRO; 0: none."""
+
+    def fp16_enabled(self) -> bool:
+        """Return whether parameters are fp16."""
+
+    def bfloat16_enabled(self) -> bool:
+        """Return whether parameters are bf16."""
+
+    def reset_activation_shape(self) -> None:
+        """Let the next batch announce its shapes again."""
 
 
 class Used(NamedTuple):

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ds_compress.checkpoint.search import Side
 from ds_compress.config import DIRECTIONS, KEY, Config
-from ds_compress.engine.deepspeed import neighbour_stages, queue_message, take_queue
+from ds_compress.engine.deepspeed import PipelineEngine, neighbour_stages, queue_message, take_queue
 from ds_compress.engine.intercept import PointToPoint, as_announced
 from ds_compress.engine.message_path import MessagePath
 from ds_compress.engine.mixin import RECEIVES, SENDS, CompressedEngine
@@ -106,7 +106,7 @@ class DualPipeVPath(MessagePath):
 
     own_link = "of DualPipeV"
 
-    def __init__(self, engine: Any, *args: Any):
+    def __init__(self, engine: PipelineEngine, *args: Any):
         self._base: Any = super(CompressedDualPipeV, engine)
         self._instruction = schedule.SendActivation, 0  # the one in progress, and its phase
         self._buffer_id = 0
@@ -246,13 +246,13 @@ class DualPipeVPath(MessagePath):
 def _around(instruction: type) -> Callable[..., None]:
     """Return what runs instead of DeepSpeed's function for an instruction."""
 
-    def run(engine: Any, buffer_id: int, phase: int) -> None:
+    def run(engine: PipelineEngine, buffer_id: int, phase: int) -> None:
         engine.ds_compress.path.run(instruction, buffer_id, phase)
 
     return run
 
 
-def _run_commit(engine: Any, *args: Any, **kwargs: Any) -> None:
+def _run_commit(engine: PipelineEngine, *args: Any, **kwargs: Any) -> None:
     path = engine.ds_compress.path
     path.commit(partial(path.original[schedule.CommitP2P], engine, *args, **kwargs))
 

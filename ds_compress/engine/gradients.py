@@ -20,6 +20,7 @@ from ds_compress.codecs.mixins import layers
 from ds_compress.config import Config, ReplicasOptions
 from ds_compress.engine.deepspeed import (
     BF16_Optimizer,
+    PipelineEngine,
     add_to_flat_gradient,
     flat_gradient,
     flat_groups,
@@ -54,7 +55,9 @@ class ReplicaTraffic(GradientTraffic):
 
     kind = "replicas"
 
-    def __init__(self, engine: Any, config: Config, connections: ExchangeConnections, has_partitions: bool):
+    def __init__(
+        self, engine: PipelineEngine, config: Config, connections: ExchangeConnections, has_partitions: bool
+    ):
         """
         Args:
             engine: DeepSpeed's.
@@ -236,7 +239,7 @@ class ReplicaTraffic(GradientTraffic):
         return sorted(spans)
 
 
-def connect_replicas(engine: Any, stage: Stage) -> ReplicaTraffic | None:
+def connect_replicas(engine: PipelineEngine, stage: Stage) -> ReplicaTraffic | None:
     """Return what compresses the gradients between the replicas of this `stage`, over connections of its own;
     None if nothing does. Every rank of the job calls it."""
     config = stage.config

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from ds_compress.checkpoint.search import Side
 from ds_compress.config import Config
-from ds_compress.engine.deepspeed import instruction_map, is_deepspeeds, layer_range, loss_scale
+from ds_compress.engine.deepspeed import (
+    PipelineEngine,
+    instruction_map,
+    is_deepspeeds,
+    layer_range,
+    loss_scale,
+)
 from ds_compress.engine.handshake import SharedWarning
 from ds_compress.engine.intercept import PointToPoint, Receiving, Sending, Specs, is_alike, refuse
 from ds_compress.engine.lookahead import ORDERED, Lookahead
@@ -31,7 +37,7 @@ class MessagePath:
 
     def __init__(
         self,
-        engine: Any,
+        engine: PipelineEngine,
         config: Config,
         p2p: PointToPoint,
         original: Mapping[type, Callable[..., None]],

@@ -19,6 +19,7 @@ from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
 from ds_compress.checkpoint import checkpointer
+from ds_compress.engine.deepspeed import PipelineEngine
 from ds_compress.engine.intercept import ShapeMessage, receiving
 from ds_compress.engine.session import Session
 from ds_compress.engine.tied import reduce_tied_gradients
@@ -41,7 +42,7 @@ def _around_pass(kind: type, send: type) -> Callable[..., None]:
     is_forward = kind is schedule.ForwardPass
     name = "forward" if is_forward else "backward"
 
-    def run_pass(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
+    def run_pass(engine: PipelineEngine, buffer_id: int, *args: Any, **kwargs: Any) -> None:
         session = engine.ds_compress
         path, profiler = session.path, session.depth.profiler
         with profiler.timed(name, buffer_id) if profiler else _UNTIMED:
@@ -63,7 +64,7 @@ def _around_pass(kind: type, send: type) -> Callable[..., None]:
 def _around_send(kind: type) -> Callable[..., None]:
     """Return what runs instead of DeepSpeed's function for a send instruction."""
 
-    def run_send(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
+    def run_send(engine: PipelineEngine, buffer_id: int, *args: Any, **kwargs: Any) -> None:
         path = engine.ds_compress.path
         if path.lookahead.at not in path.lookahead.left:
             path.send(kind, buffer_id, partial(path.original[kind], engine, buffer_id, *args, **kwargs))
@@ -74,7 +75,7 @@ def _around_send(kind: type) -> Callable[..., None]:
 def _around_receive(kind: type) -> Callable[..., None]:
     """Return what runs instead of DeepSpeed's function for a receive instruction."""
 
-    def run_receive(engine: Any, buffer_id: int, *args: Any, **kwargs: Any) -> None:
+    def run_receive(engine: PipelineEngine, buffer_id: int, *args: Any, **kwargs: Any) -> None:
         path = engine.ds_compress.path
         path.receive(kind, buffer_id, partial(path.original[kind], engine, buffer_id, *args, **kwargs))
 
@@ -225,7 +226,12 @@ class CompressedEngine(_Engine):
 
 
 def _evaluate_both(
-    engine: Any, session: Session, evaluate: Callable[..., Any], data_iter: Any, *args: Any, **kwargs: Any
+    engine: PipelineEngine,
+    session: Session,
+    evaluate: Callable[..., Any],
+    data_iter: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Run `evaluate`, DeepSpeed's `eval_batch`; where "eval" is "both" twice, if it returns a loss."""
     config, asked = session.config, dict(zip(_EVAL_OPTIONS, args)) | kwargs

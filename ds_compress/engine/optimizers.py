@@ -19,7 +19,7 @@ from ds_compress.codecs.lowrank import LowRank
 from ds_compress.codecs.mixins import layers
 from ds_compress.config import KEY, ReplicasOptions
 from ds_compress.config.replicas import check_size
-from ds_compress.engine.deepspeed import BF16_Optimizer, DeepSpeedZeroOptimizer, missing
+from ds_compress.engine.deepspeed import BF16_Optimizer, DeepSpeedZeroOptimizer, PipelineEngine, missing
 from ds_compress.errors import CompressionError
 from ds_compress.transport import staging
 
@@ -155,7 +155,7 @@ class _AllRanks:
 _MIXINS = {DeepSpeedZeroOptimizer: CompressedZeroOptimizer, BF16_Optimizer: CompressedBF16Optimizer}
 
 
-def check_optimizer(engine: Any, options: ReplicasOptions, codec: Codec) -> None:
+def check_optimizer(engine: PipelineEngine, options: ReplicasOptions, codec: Codec) -> None:
     """Refuse an optimizer that cannot do what `options` ask for, or that is not built as its mixin relies on.
 
     Args:
@@ -197,7 +197,7 @@ def check_optimizer(engine: Any, options: ReplicasOptions, codec: Codec) -> None
             )
 
 
-def has_autocast_scaler(engine: Any) -> bool:
+def has_autocast_scaler(engine: PipelineEngine) -> bool:
     """Return whether torch_autocast scales the loss by itself."""
     scalers = (engine, "torch_autocast_z0_gradscaler"), (engine.optimizer, "torch_autocast_gradscaler")
     return any(getattr(owner, name, None) is not None for owner, name in scalers)

@@ -19,7 +19,7 @@ from torch.distributed import Store
 
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.config.recipes import with_changes
-from ds_compress.engine.deepspeed import evaluate, evaluating
+from ds_compress.engine.deepspeed import PipelineEngine, evaluate, evaluating
 from ds_compress.engine.gradients import connect_replicas
 from ds_compress.engine.message_path import MessagePath
 from ds_compress.engine.tied import connect_copies
@@ -41,7 +41,7 @@ WRITTEN = (*DIRECTIONS, "boundaries", "policy", "quality")
 """Keys of the block that have to be the same for a checkpoint's settings to go on."""
 
 
-def steps_per_epoch(engine: Any) -> int | None:
+def steps_per_epoch(engine: PipelineEngine) -> int | None:
     """Return the training steps in one pass over the data that DeepSpeed was given; None if their number is
     not known."""
     try:
@@ -58,7 +58,7 @@ class Session:
 
     def __init__(
         self,
-        engine: Any,
+        engine: PipelineEngine,
         config: Config,
         boundaries: int,
         connect: Callable[[int], MessagePath],

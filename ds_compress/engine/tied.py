@@ -19,7 +19,13 @@ from torch import Tensor
 from torch import distributed as dist
 
 from ds_compress.config import KEY, Config
-from ds_compress.engine.deepspeed import is_deepspeeds, loss_scale, tied_gradient, tied_itemsize
+from ds_compress.engine.deepspeed import (
+    PipelineEngine,
+    is_deepspeeds,
+    loss_scale,
+    tied_gradient,
+    tied_itemsize,
+)
 from ds_compress.engine.optimizers import has_autocast_scaler
 from ds_compress.engine.stage import Stage
 from ds_compress.engine.traffic import GradientTraffic, describe
@@ -52,7 +58,7 @@ class TiedTraffic(GradientTraffic):
 
     kind = "tied"
 
-    def __init__(self, engine: Any, config: Config, connections: ExchangeConnections):
+    def __init__(self, engine: PipelineEngine, config: Config, connections: ExchangeConnections):
         """
         Args:
             engine: DeepSpeed's.
@@ -117,7 +123,7 @@ class TiedTraffic(GradientTraffic):
         return True
 
 
-def reduce_tied_gradients(engine: Any) -> None:
+def reduce_tied_gradients(engine: PipelineEngine) -> None:
     """Run instead of DeepSpeed's all-reduce of the gradients of tied weights."""
     session, profiler = engine.ds_compress, engine.ds_compress.depth.profiler
     if session.tied is None or not session.tied.all_reduce():
@@ -125,7 +131,9 @@ def reduce_tied_gradients(engine: Any) -> None:
             session.path.original[schedule.ReduceTiedGrads](engine)
 
 
-def connect_copies(engine: Any, stage: Stage, original: Mapping[type, Any]) -> tuple[TiedTraffic | None, str]:
+def connect_copies(
+    engine: PipelineEngine, stage: Stage, original: Mapping[type, Any]
+) -> tuple[TiedTraffic | None, str]:
     """Return what exchanges the gradients of this rank's tied weights, over connections of its own, and what
     the start-up line says of all ranks; None if this rank has none, "" if no rank has. Every rank of the job
     calls it.
@@ -160,7 +168,7 @@ def connect_copies(engine: Any, stage: Stage, original: Mapping[type, Any]) -> t
     return TiedTraffic(engine, config, connections) if connections.ranks else None, said
 
 
-def _why_exact(engine: Any, original: Mapping[type, Any]) -> str:
+def _why_exact(engine: PipelineEngine, original: Mapping[type, Any]) -> str:
     """Return why gradients of tied weights are left to DeepSpeed, "" if they are not; alike on all ranks."""
     if staging.is_needed(engine.device):
         return f"gloo has no all-to-all for memory of a {engine.device.type}"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ds_compress.codec import Codec
 from ds_compress.config import Config
+from ds_compress.engine.deepspeed import PipelineEngine
 from ds_compress.message.gradient_error import AVERAGED
 from ds_compress.message.part import RuntimePart, Step
 from ds_compress.replicas.exchange import Exchange
@@ -30,7 +31,7 @@ class GradientTraffic(RuntimePart, ABC):
     kind: ClassVar[str]
     """Name in labels of metrics and in checkpoints; one of `metrics.GRADIENTS`."""
 
-    def __init__(self, engine: Any, config: Config, exchange: Exchange):
+    def __init__(self, engine: PipelineEngine, config: Config, exchange: Exchange):
         """
         Args:
             engine: DeepSpeed's.

@@ -7,6 +7,7 @@ from typing import Any
 from deepspeed.runtime.pipe import schedule
 
 from ds_compress.config import DIRECTIONS
+from ds_compress.engine.deepspeed import PipelineEngine
 from ds_compress.engine.intercept import ShapeLinks
 from ds_compress.engine.stage import Stage
 from ds_compress.message.channel import Channel
@@ -26,7 +27,7 @@ from ds_compress.transport.staging import receives_hold_device
 SHAPES, EXTRA = " shapes", " extra"
 
 
-def wire(stage: Stage, engine: Any, depth: int) -> None:
+def wire(stage: Stage, engine: PipelineEngine, depth: int) -> None:
     """Connect the channels of `stage` with the neighbours of `engine`, by links for schedules of `depth`.
 
     Every rank of the job calls it. On an eager link no order between the channels of a rank is left to break:
@@ -69,7 +70,7 @@ def wire(stage: Stage, engine: Any, depth: int) -> None:
     set_connections(stage, engine, 1 if given == "auto" else given)
 
 
-def wire_extra_links(stage: Stage, engine: Any) -> None:
+def wire_extra_links(stage: Stage, engine: PipelineEngine) -> None:
     """Give extra packets groups of their own where codecs send them by now and they have none; every rank of
     the job calls it.
     """
@@ -89,7 +90,9 @@ def wire_extra_links(stage: Stage, engine: Any) -> None:
     set_connections(stage, engine, stage.connections)
 
 
-def _first_connections(stage: Stage, engine: Any, uses: Sequence[str]) -> dict[tuple[int, str], list[Any]]:
+def _first_connections(
+    stage: Stage, engine: PipelineEngine, uses: Sequence[str]
+) -> dict[tuple[int, str], list[Any]]:
     """Return the connection over which each use of a boundary of `stage` goes, by (boundary % 2, use).
 
     Over gloo both ranks make it alone: a group of all ranks takes a socket for each of them, and on far links
@@ -112,7 +115,7 @@ def _first_connections(stage: Stage, engine: Any, uses: Sequence[str]) -> dict[t
     return dict(zip(in_order, connect(wanted, seconds)))
 
 
-def set_connections(stage: Stage, engine: Any, number: int) -> None:
+def set_connections(stage: Stage, engine: PipelineEngine, number: int) -> None:
     """Let channels and exchanges send over `number` connections from the next packet on; every rank of the
     job calls it, with no packet in flight. Over NCCL, which opens its own, and over DeepSpeed's group it
     stays one.
@@ -143,7 +146,11 @@ def set_connections(stage: Stage, engine: Any, number: int) -> None:
 
 
 def connect_sets(
-    stage: Stage, engine: Any, sets: Sequence[Sequence[int]], exchanged: str, sends_packets: bool = True
+    stage: Stage,
+    engine: PipelineEngine,
+    sets: Sequence[Sequence[int]],
+    exchanged: str,
+    sends_packets: bool = True,
 ) -> ExchangeConnections:
     """Connect the ranks of each of the `sets`; every rank of the job calls it.
 

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_compress.config import Config
 from ds_compress.config.replicas import STORE
-from ds_compress.engine.deepspeed import copy_weights_to_parameters, has_partitions
+from ds_compress.engine.deepspeed import PipelineEngine, copy_weights_to_parameters, has_partitions
 from ds_compress.errors import CompressionError, in_one_line
 from ds_compress.message.layout import Counters
 from ds_compress.message.part import Engine, RuntimePart, Step
@@ -54,7 +54,7 @@ class OuterTraffic(RuntimePart):
     """What a checkpoint without usable state leads to."""
 
     @staticmethod
-    def check(engine: Any) -> None:
+    def check(engine: PipelineEngine) -> None:
         """Refuse an engine whose replicas cannot be launched apart.
 
         Raises:
@@ -79,7 +79,7 @@ class OuterTraffic(RuntimePart):
         if dist.get_rank() == 0:
             parse_address(os.environ.get(STORE, ""))
 
-    def __init__(self, engine: Any, config: Config):
+    def __init__(self, engine: PipelineEngine, config: Config):
         """Read the master weights; every rank of the launch calls it alike.
 
         Args:

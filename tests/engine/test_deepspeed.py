@@ -15,6 +15,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 
 import ds_compress
+from ds_compress.engine import deepspeed as internals
 from ds_compress.engine.deepspeed import (
     RELEASES,
     USED,
@@ -24,6 +25,7 @@ from ds_compress.engine.deepspeed import (
     p2p,
 )
 from ds_compress.errors import CompressionError
+from ds_compress.message.part import Engine, Trainer
 from tests.support.launch_scripts import ROOT
 from tests.support.pipeline import batches, build, ds_config, same_weights, train, weights
 from tests.support.ranks import run_ranks
@@ -141,6 +143,10 @@ def test_old_releases_are_refused(monkeypatch):
 BLOCK = {"forward": {"codec": {"name": "topk", "density": 0.5}, "feedback": "ef21"}, "min_numel": 0}
 
 
+PROTOCOLS = Trainer, Engine, internals.PipelineEngine
+"""What this package says of the type of an engine; a type checker cannot know whether it is true."""
+
+
 def compressed(block, by_hand):
     engine = build(2, ds_config(None if by_hand else block))
     if by_hand:
@@ -149,6 +155,8 @@ def compressed(block, by_hand):
         ds_compress.attach(engine, block)
     data = batches()
     losses = [engine.train_batch(data).item() for _ in range(4)]
+    used = itertools.chain.from_iterable((*vars(each), *each.__annotations__) for each in PROTOCOLS)
+    assert not [name for name in used if not name.startswith("_") and not hasattr(engine, name)]
     sent = [channel.sent.wire_bytes for channel in engine.ds_compress.stage.sending]
     return losses, sent, weights(engine)
 
