@@ -63,13 +63,16 @@ class Lookahead:
         pipe_schedule: Any = None,
         tracking: Callable[[], Tracked | None] | None = None,
         depth: int = 1,
+        in_order: bool = False,
     ):
         """
         Args:
             pipe_schedule: not analysed if None, or if it has an iterator of its own.
             tracking: gives a context for an instruction that may compute what is sent.
             depth: of the links.
+            in_order: let no message leave early.
         """
+        self.in_order = in_order
         self.plain = isinstance(pipe_schedule, schedule.PipeSchedule) and all(
             getattr(type(pipe_schedule), name) is getattr(schedule.PipeSchedule, name)
             for name in ("__iter__", "__next__")
@@ -90,7 +93,7 @@ class Lookahead:
             self._flat += instructions
         self.counts = Counter(map(type, self._flat))
         self._sends = {kind: deque(_indices(self._flat, kind)) for kind in MADE_BY}  # that may not have left
-        self.early = _early(self._flat, packets_in_flight(depth))
+        self.early = {} if in_order else _early(self._flat, packets_in_flight(depth))
         """Index of the send instruction whose message may leave early, by index of what computes it."""
 
     def steps(self) -> Iterator[list[Any]]:

@@ -65,6 +65,8 @@ class MessagePath:
         used = {channel.codec.name for b in self.stage.boundaries for channel in b.channels}
         is_lossy = config.quality is not None or used - {"none"}
         follows = is_lossy and config.block.tensors == "large"
+        self._settings: object = None  # those in force
+        self._have_run = set[tuple[bool, bool]]()  # kinds of schedules with these settings
         self.tracking = DependencyTracker(engine.module) if follows else None
 
     @staticmethod
@@ -259,18 +261,41 @@ class MessagePath:
         is_ours = instruction_map(self.engine)[send] is self.engine._AROUND[send]
         return not is_left and is_ours and is_deepspeeds(self.original[send])
 
+    def must_run_in_order(self, context: StepContext) -> bool:
+        """Return whether the schedule that begins now has to send and receive in DeepSpeed's own order.
+
+        A device that loads a kernel may wait until all others have ended (CUDA_MODULE_LOADING, "lazy" if it
+        is not set), and those of NCCL end when the neighbour takes part: two ranks would wait for each other.
+        DeepSpeed's order has no such circle, so the first schedule of new kernels runs in it.
+        """
+        config = self.config
+        if not context.training or not receives_hold_device(self.engine.device):
+            return False
+        if config.in_force is not self._settings:
+            self._settings = config.in_force
+            self._have_run.clear()
+        are_measured = any(end.observers for end in self.stage.ends)
+        kernels = context.step >= config.warmup_steps, are_measured
+        is_new = kernels not in self._have_run
+        self._have_run.add(kernels)
+        return is_new
+
     @contextmanager
-    def looking_ahead(self, pipe_schedule: Any, depth: int) -> Iterator[Mapping[type, int]]:
-        """Track the instructions of a schedule of `depth`; yield how many receives to post early."""
+    def looking_ahead(self, pipe_schedule: Any, depth: int, in_order: bool) -> Iterator[Mapping[type, int]]:
+        """Track the instructions of a schedule of `depth`; yield how many receives to post early.
+
+        Args:
+            in_order: send and receive nothing ahead.
+        """
         engine = self.engine
         tracked = self.tracked if self.tracked() else None
-        lookahead = self.lookahead = Lookahead(pipe_schedule, tracked, depth)
+        lookahead = self.lookahead = Lookahead(pipe_schedule, tracked, depth, in_order)
         if lookahead.plain:
             pipe_schedule.steps = lookahead.steps
         try:
             may_post = type(pipe_schedule) in ORDERED or not receives_hold_device(engine.device)
             ahead = self.is_eager and lookahead.plain and may_post and not engine.dynamic_shape
-            yield lookahead.counts if ahead else {}
+            yield lookahead.counts if ahead and not in_order else {}
         finally:
             self.lookahead = Lookahead()
             lookahead.end()
@@ -291,6 +316,6 @@ class MessagePath:
             several = ", connections auto, 1 because of dynamic_shape"
         if self.engine.dynamic_shape and not self.stage.shape_links:
             return f"eager{depth}{several}, activations in DeepSpeed's order because of dynamic_shape"
-        if self.lookahead.left or not self.stage.ends:
+        if self.lookahead.left or self.lookahead.in_order or not self.stage.ends:
             return f"eager{depth}{several}"
         return f"eager{depth}{several}, but every message in the order of the schedule"

@@ -150,10 +150,12 @@ class Session:
         if context.training:
             self.begin_step()
             measured = depth.measured(engine, self.stage, asked)
-        with path.looking_ahead(pipe_schedule, depth.now) as counts:
+        in_order = path.must_run_in_order(context)
+        chosen = asked if in_order else pipe_schedule
+        with path.looking_ahead(chosen, depth.now, in_order) as counts:
             with measured, self.stage.running(context, counts):
                 path.post_receives(context.training)
-                yield pipe_schedule
+                yield chosen
             self.monitor.link = path.describe_link(depth.describe(engine, pipe_schedule))
         if context.training:
             self.end_step()

@@ -7,7 +7,8 @@ gloo takes a message at once, and serves each pair of ranks by itself. NCCL is s
   launched before: that of the two ranks, or of the group if `init_process_group` was given a `device_id`;
 - without `device_id` the first transfer of a communicator makes it, and the hosts of its ranks meet there;
 - streams share queues of the device, with CUDA_DEVICE_MAX_CONNECTIONS=1 a single one: then a rank starts its
-  work in the order in which it was launched.
+  work in the order in which it was launched;
+- to load a kernel a rank may wait for all that it has launched.
 
 So some things wait for others, and a circle of them is a deadlock.
 """
@@ -95,18 +96,19 @@ def _group(argument):
         return None
 
 
-def deadlocks(ranks):
+def deadlocks(ranks, are_new=False):
     """Return what never ends, for each way in which NCCL may work, (`device_id`, one queue), where
     something does: a circle of what waits for each other, or transfers that one side alone launched.
 
     Args:
         ranks: what each one launched.
+        are_new: before each launch the rank may have to load a kernel.
     """
     ways = product((False, True), (False, True))
-    return {way: found for way in ways if (found := _deadlock(ranks, *way))}
+    return {way: found for way in ways if (found := _deadlock(ranks, are_new, *way))}
 
 
-def _deadlock(ranks, has_device_id, has_one_queue):
+def _deadlock(ranks, are_new, has_device_id, has_one_queue):
     waits = defaultdict(set)
     for rank, launches in enumerate(ranks):
         counts, last, done, host = Counter(), {}, [], set()
@@ -122,7 +124,7 @@ def _deadlock(ranks, has_device_id, has_one_queue):
             last[communicator] = launch.batch, earlier, own
             started, transfer = ("started", rank, number), ("done", *launch.way, counts[launch.way])
             counts[launch.way] += 1
-            needs = launch.stream | launch.host
+            needs = launch.stream | launch.host | set(range(number if are_new else 0))
             if has_one_queue:
                 needs |= launch.device
                 waits[started] |= {("started", rank, number - 1)} if number else set()

@@ -3,11 +3,13 @@
 import functools
 import itertools
 from dataclasses import replace
+from tempfile import mkdtemp
 
 import pytest
 from torch import distributed as dist
 
 from ds_compress.engine import wiring
+from ds_compress.engine.message_path import MessagePath
 from ds_compress.transport import p2p
 from tests.replicas import test_overlap
 from tests.support.calls import nothing
@@ -32,9 +34,9 @@ def launches(run, prepare):
     return list(device.launches)
 
 
-def found(ranks, run, *args, prepare=nothing):
+def found(ranks, run, *args, prepare=nothing, are_new=False):
     """The deadlocks of what so many ranks launch in `run(*args)`."""
-    return deadlocks(run_ranks(ranks, launches, functools.partial(run, *args), prepare))
+    return deadlocks(run_ranks(ranks, launches, functools.partial(run, *args), prepare), are_new)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -65,6 +67,27 @@ def test_no_depth_locks(stages, depth):
     """From depth 3 on, each of two neighbours had posted a receive that kept its device from sending what the
     other one waited for, where streams share a queue (CUDA_DEVICE_MAX_CONNECTIONS=1)."""
     assert not at_depth(stages, depth)
+
+
+def new_kernels(stages, depth, micro_batches):
+    """Every step has kernels that none before it had: those of the model, of metrics, and of two codecs."""
+    block = {"link": {"depth": depth}, "warmup_steps": 2, "monitor": {"every": 2}, "min_numel": 0}
+    sizes = {"gradient_accumulation_steps": micro_batches, "train_batch_size": 4 * micro_batches}
+    csv = {"csv_monitor": {"enabled": True, "output_path": mkdtemp(), "job_name": "x"}}
+    engine = build(stages, ds_config({**block, **alike(TWO_BITS)}, **sizes, **csv))
+    data = batches()
+    for _ in range(3):
+        engine.train_batch(data)
+    engine.ds_compress.reconfigure({"0": {"backward": {"codec": "bf16"}}})
+    engine.train_batch(data)
+
+
+@pytest.mark.parametrize("stages, depth", [(2, 3), *itertools.product((2, 3, 4), (1, 2))])
+@pytest.mark.extended(keep=1)
+def test_loading_kernels_does_not_lock(stages, depth):
+    """CUDA loads a kernel when it is first launched, and may wait for the device then. Both ranks waited so,
+    each with a packet under way that the other one had not come to."""
+    assert not found(stages, new_kernels, stages, depth, 3 * depth + 2 * stages, are_new=True)
 
 
 def resumed_with_new_samples(folder):
@@ -121,8 +144,14 @@ def post_at_once():
     )
 
 
+def never_in_order():
+    MessagePath.must_run_in_order = lambda path, context: False
+
+
 def meet_never():
+    """The first schedule is in order, and does not lock; a later one may send the first extra packet, too."""
     wiring.meet = nothing
+    never_in_order()
 
 
 def share_a_group():
@@ -141,3 +170,4 @@ def test_what_is_left_out_is_found(tmp_path):
     }
     assert found(2, steps, 2, {}, prepare=post_at_once)
     assert found(3, steps, 3, {}, prepare=share_a_group)
+    assert found(2, new_kernels, 2, 1, 4, prepare=never_in_order, are_new=True)
