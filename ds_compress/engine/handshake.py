@@ -1,11 +1,13 @@
 """Compare release and settings of all ranks at start-up: they are equal, or every rank stops with the reason.
 
 The ranks exchange strings through the store of torch.distributed (TCP or a file). So no device and no pickle
-is needed, and a rank that never answers is a time-out, not a hang. Rank 0 reads one value of each rank.
+is needed, and a rank that never answers is a time-out, not a hang. Rank 0 reads one value of each rank, all
+at once: what it waits for, and how long, is the same for any number of ranks.
 """
 
 import json
 import logging
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -39,14 +41,12 @@ def agree(
     if rank == 0:
         verdict = _verdict(keys, world_size, timeout)
         keys.set("verdict", json.dumps(verdict))
-        # rank 0 often hosts the store: it must not go away before the others have read why. They have about a
-        # second in all: after the first one that is late, the next ones are not given another
-        late = False
-        for other in range(1, world_size) if verdict else ():
-            late = not _wait(keys, f"{other}/read", 0.1 if late else 1) or late
+        # rank 0 often hosts the store: it must not go away before the others have read why
+        if verdict and world_size > 1:
+            _wait(keys, [f"{other}/read" for other in range(1, world_size)], 1)
     else:
         # a little longer than rank 0 waits, so that its verdict arrives rather than a time-out of our own
-        if not _wait(keys, "verdict", timeout + 5):
+        if not _wait(keys, ["verdict"], timeout + 5):
             raise CompressionError(f"ds_compress: rank 0 did not answer within {timeout:g} s{_ABSENT}")
         verdict = json.loads(keys.get("verdict"))
         keys.set(f"{rank}/read", "")
@@ -59,13 +59,11 @@ _ABSENT = ': is ds_compress installed there, and is the "ds_compress" key in its
 
 def _verdict(keys: Store, world_size: int, timeout: float) -> str:
     """Return what is wrong, or an empty string."""
-    answers: dict[int, Any] = {}
-    absent: list[int] = []
-    for rank in range(world_size):
-        if _wait(keys, str(rank), timeout if not absent else 0.1):
-            answers[rank] = json.loads(keys.get(str(rank)))
-        else:
-            absent.append(rank)
+    ranks = [str(rank) for rank in range(world_size)]
+    # one wait for all: those who wait for the verdict wait hardly longer than this
+    here = ranks if _wait(keys, ranks, timeout) else [rank for rank in ranks if keys.check([rank])]
+    absent = [int(rank) for rank in ranks if rank not in here]
+    answers = {int(rank): json.loads(answer) for rank, answer in zip(here, keys.multi_get(here))}
     for rank, answer in answers.items():
         if "error" in answer:
             return f"{answer['error']} [rank {rank}]"
@@ -92,9 +90,10 @@ class SharedWarning:
         self._is_logged = True
 
 
-def _wait(store: Store, key: str, seconds: float) -> bool:
+def _wait(store: Store, names: Sequence[str], seconds: float) -> bool:
+    """Return whether all keys with these `names` are there within so many seconds."""
     try:
-        store.wait([key], timedelta(seconds=seconds))
+        store.wait([*names], timedelta(seconds=seconds))
     except RuntimeError:  # DistStoreError and DistNetworkError derive from it
         return False
     return True

@@ -117,7 +117,7 @@ def test_a_rank_without_the_key_is_named(absent):
 def test_rank_0_stays_until_the_others_have_read_why(monkeypatch):
     """The store goes with it, and they would learn that the connection was lost."""
     wait = handshake._wait  # a busy machine needs more than a second
-    monkeypatch.setattr(handshake, "_wait", lambda store, key, seconds: wait(store, key, 60))
+    monkeypatch.setattr(handshake, "_wait", lambda store, names, seconds: wait(store, names, 60))
     keys = torch.distributed.HashStore()
     late = SimpleNamespace(
         set=keys.set, wait=keys.wait, get=wrapped(keys.get, before=lambda key: time.sleep(0.2))
@@ -127,6 +127,48 @@ def test_rank_0_stays_until_the_others_have_read_why(monkeypatch):
         line = refusal(agree, keys, 0, 2, {"seed": 1}, 60)
         assert keys.check(["1/read"])
         assert other.result() == line and line.startswith("ds_compress.seed: rank 0 has 1, rank 1 has 2")
+
+
+class WaitingStore(torch.distributed.Store):
+    """A store that notes for how many seconds it was waited for, and how often, without a clock."""
+
+    def __init__(self, comes):
+        """`comes`: by key, what is there once it was waited for so many seconds, and when."""
+        super().__init__()
+        self.comes, self.here, self.waited, self.waits = comes, {}, 0.0, 0
+
+    def set(self, key, value):
+        self.here[key] = value
+
+    def wait(self, keys, timeout):
+        self.waits += 1
+        end = self.waited + timeout.total_seconds()
+        due = [self.comes.get(key, (None, 0.0 if key in self.here else 1e9))[1] for key in keys]
+        self.waited = min(end, max([self.waited, *due]))
+        self.here |= {key: value for key, (value, when) in self.comes.items() if when <= self.waited}
+        if not self.check(keys):
+            raise RuntimeError("wait timeout")
+
+    def check(self, keys):
+        return all(key in self.here for key in keys)
+
+    def get(self, key):
+        return self.here[key]
+
+    def multi_get(self, keys):
+        return [self.here[key] for key in keys]
+
+
+@pytest.mark.parametrize("ranks", [8, 512])
+@pytest.mark.parametrize("late", [False, True])
+def test_rank_0_answers_in_the_time_that_others_wait_for_it_however_many_are_absent(ranks, late):
+    """It waited 0.1 s more for each: with more than 50 all others were told that rank 0 did not answer, and
+    torch wrote four lines for each. And after one that was late it waited for the next one as long again."""
+    keys = WaitingStore({"1": ('{"settings": {}}', 200.0), "2": ('{"settings": {}}', 400.0)} if late else {})
+    line = refusal(agree, keys, 0, ranks, {}, 300)
+    absent = f"{2 if late else 1}-{ranks - 1}"
+    assert line.startswith(f"ds_compress: rank {absent} did not answer within 300 s: is ds_compress installed")
+    assert keys.waits <= 2 and keys.waited <= 300 + 1  # for the answers, and until the line was read
 
 
 OLDER = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}
