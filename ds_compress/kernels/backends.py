@@ -36,7 +36,6 @@ topk: entries are int64 indices [count] or bits, uint8 [numel / 8], lowest first
     scatter(values, entries, shape)                    [count] -> `shape`, else zeros
     pack_bits(bits)                                    bool [n] -> uint8 [n / 8]
     unpack_bits(packed, numel)                         -> bool [numel]
-    set_bits(indices, numel)                           int64 [count] -> uint8 [numel / 8]
     list_bits(packed, numel, count)                    -> int64 [count], ascending
 
 entropy: words are int16 [frame.words], frame a `CodeLayout`, tolerance and shifts in octaves

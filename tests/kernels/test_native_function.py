@@ -10,6 +10,7 @@ from ds_compress.kernels import library, native
 from ds_compress.kernels.backends import ALGORITHMS, cpu
 from ds_compress.kernels.native.function import FLAG, Buffer, Function
 from ds_compress.kernels.quantize.grid import Grid
+from ds_compress.kernels.topk.selection import Selection
 
 FUNCTIONS = {
     function.name: function
@@ -139,4 +140,4 @@ def test_wrappers_refuse_what_would_be_written_past_a_buffer(monkeypatch):
     monkeypatch.setattr(native, "LONG", 0)
     for index in (-1, 20):
         with pytest.raises(RuntimeError, match=f"index {index} is out of bounds"):
-            cpu.set_bits(torch.tensor([3, index, 5]), 20)
+            Selection.at(torch.tensor([3, index, 5]), 20).bits

@@ -108,10 +108,6 @@ def unpack_bits(packed: Tensor, numel: int) -> Tensor:
     return torch.from_numpy(np.unpackbits(packed.numpy(), count=numel, bitorder="little").view(np.bool_))
 
 
-def set_bits(indices: Tensor, numel: int) -> Tensor:
-    return pack_bits(reference.as_mask(indices, numel))
-
-
 def list_bits(packed: Tensor, numel: int, count: int) -> Tensor:
     """See `reference.list_bits`; 0 where fewer than `count` bits are set."""
     if not native.serves(numel):

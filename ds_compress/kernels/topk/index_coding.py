@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.memory import copy_into
+from ds_compress.kernels.topk.reference import as_mask
 from ds_compress.kernels.topk.selection import Selection
 
 Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -127,9 +128,9 @@ class Rice:
         low = distance.to(Rice._low_dtype(r))
         backend = kernels(indices.device)
         planes = [backend.pack_bits((low & (1 << bit)) != 0) for bit in range(r)]
-        unary = backend.set_bits((distance >> r).add_(order), Rice._unary_bits(r, numel, count))
+        unary = as_mask((distance >> r).add_(order), Rice._unary_bits(r, numel, count))
         empty = torch.empty(0, -(-count // 8), dtype=torch.uint8, device=indices.device)
-        return copy_into(out, (torch.stack(planes) if r else empty, unary))
+        return copy_into(out, (torch.stack(planes) if r else empty, backend.pack_bits(unary)))
 
     @staticmethod
     def decode(parts: Parts, numel: int, count: int) -> Selection:

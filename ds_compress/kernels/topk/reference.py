@@ -20,7 +20,6 @@ __all__ = [
     "pack_bits",
     "scatter",
     "select_largest",
-    "set_bits",
     "unpack_bits",
 ]
 
@@ -54,11 +53,6 @@ def unpack_bits(packed: Tensor, numel: int) -> Tensor:
     """Return the first `numel` bits of uint8 [m] as bools."""
     bits = packed.unsqueeze(1) >> torch.arange(8, device=packed.device, dtype=torch.uint8)
     return (bits & 1).bool().flatten()[:numel]
-
-
-def set_bits(indices: Tensor, numel: int) -> Tensor:
-    """Return uint8 [ceil(numel / 8)] with the bits at `indices`, int64 [count], set."""
-    return pack_bits(as_mask(indices, numel))
 
 
 def list_bits(packed: Tensor, numel: int, count: int) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ds_compress.kernels.backends import kernels
+from ds_compress.kernels.topk.reference import as_mask
 
 
 @dataclass(eq=False)
@@ -57,8 +58,9 @@ class Selection:
 
     @property
     def bits(self) -> Tensor:
-        entries = self.entries
-        return entries if self.is_packed else kernels(entries.device).set_bits(entries, self.numel)
+        if self.is_packed:
+            return self.entries
+        return kernels(self.entries.device).pack_bits(as_mask(self.entries, self.numel))
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the kept entries of `x`, [count]."""

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from ds_compress.kernels.backends import cpu, reference
 from ds_compress.kernels.topk.cpu import first_look
+from ds_compress.kernels.topk.reference import as_mask
 from tests.support.codecs import assert_same_bits
 from tests.support.kernels import EACH_TARGET, alike, compiled_for
 
@@ -29,7 +30,7 @@ def rows_of(kind, rows, d, seed):
 def assert_kept(x, k):
     """`exact`, also in memory that is there, and what its bits then hold."""
     chosen, _ = reference.select_largest(x, k)
-    values, bits = x.flatten()[chosen], reference.set_bits(chosen, x.numel())
+    values, bits = x.flatten()[chosen], reference.pack_bits(as_mask(chosen, x.numel()))
     for backend, places in ((cpu, bits), (reference, chosen)):
         memory = torch.empty_like(values)
         for found in (backend.select_largest(x, k), backend.select_largest(x, k, memory)):
