@@ -128,7 +128,8 @@ class Entropy(Codec, FollowsForward):
         spec, values, backend = TensorSpec.of(x), x.detach(), kernels(x.device)
         frame, dither, rows = self._frame(spec), self._dither(ctx), self._rows(spec)
         if not rows:
-            return (backend.encode_entropy(values.reshape(-1), frame, dither),)
+            words, _ = backend.encode_entropy(values.reshape(-1), frame, dither)
+            return (words,)
         values, others = values.reshape(rows, -1), tuple[Tensor, ...]()
         if self.wants_activation(spec):
             if (activation := self._activation(spec, ctx)) is None:
@@ -140,17 +141,16 @@ class Entropy(Codec, FollowsForward):
             values, factors = subtract_directions(values, rank)
             others += factors
         tolerance = 0 if self.unbiased else TOLERANCE
-        return (*backend.encode_rows(values, tolerance, frame, dither), *others)
+        return (*backend.encode_entropy(values, frame, dither, tolerance), *others)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         if not spec.numel:
             return torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
-        backend, code, along = kernels(spec.device), parts[:2], self.wants_activation(spec)
-        factors = parts[2 + along :]
-        decode = backend.decode_rows if len(code) > 1 else backend.decode_entropy
+        backend, along = kernels(spec.device), self.wants_activation(spec)
+        factors, shifts = parts[2 + along :], parts[1] if len(parts) > 1 else None
         # shifted rows may leave the range of fp16
         dtype = torch.bfloat16 if spec.dtype == torch.bfloat16 else torch.float32
-        values, valid = decode(*code, self._frame(spec), dtype, self._dither(ctx))
+        values, valid = backend.decode_entropy(parts[0], self._frame(spec), dtype, self._dither(ctx), shifts)
         if valid.device.type == "cpu" and not valid:  # a GPU's values are nan then: the host does not wait
             raise CompressionError("entropy: a damaged code came, no message is coded like that")
         if factors:

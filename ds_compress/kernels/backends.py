@@ -40,10 +40,10 @@ topk: entries are int64 indices [count] or bits, uint8 [numel / 8], lowest first
 
 entropy: words are int16 [frame.words], frame a `CodeLayout`, tolerance and shifts in octaves
 
-    encode_entropy(x, frame, dither)                   [frame.numel] -> words
-    decode_entropy(words, frame, dtype, dither)        -> [frame.numel] of fp32 or bf16, flag: a possible code
-    encode_rows(x, tolerance, frame, dither)           [rows, width] -> words, shifts int8 [rows]
-    decode_rows(words, shifts, frame, dtype, dither)   -> [frame.numel], flag
+    encode_entropy(x, frame, dither, tolerance)        [frame.numel], or [rows, width], whose rows are shifted
+                                                       -> words, shifts int8 [rows]
+    decode_entropy(words, frame, dtype, dither, shifts)
+                                                       -> [frame.numel] of fp32 or bf16, flag: a possible code
 
 directions: a product of fp32 [rank, width] and coefficients, int8 [rows, rank] in units of 2^exponents, int8
 [rows]; backends round its sums differently
@@ -198,7 +198,7 @@ def _feedback(backend: Backend, device: torch.device) -> tuple[Tensor, ...]:
 def _entropy(backend: Backend, device: torch.device) -> tuple[Tensor, ...]:
     values = _values(40_000, torch.float32, device)
     frame = frame_of(values.numel(), 2.5)
-    words = backend.encode_entropy(values, frame)
+    words, _ = backend.encode_entropy(values, frame)
     return words, *backend.decode_entropy(words, frame, torch.float32)
 
 

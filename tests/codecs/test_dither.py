@@ -37,7 +37,7 @@ def test_equals_rounding_with_a_draw_that_is_subtracted(bits):
     n, key = 5000, 0x123456789ABCDEF0
     x = torch.randn(n, generator=torch.Generator().manual_seed(1))
     frame = frame_of(n, bits, dithered=True)
-    words = encode_entropy(x, frame, key)
+    words, _ = encode_entropy(x, frame, key)
     values, valid = decode_entropy(words, frame, torch.float32, key)
     exponent, j = words[frame.head : frame.head + 2].tolist()
     step = 4 * 2 ** (-j / 64) * 2.0 ** (exponent - 127)
@@ -58,7 +58,7 @@ def test_numbers_that_no_sender_writes_are_refused(place):
     x = torch.randn(n, generator=torch.Generator().manual_seed(1))
     x[7] = 40.0  # beyond the tables
     frame = frame_of(n, 2, dithered=True)
-    words = encode_entropy(x, frame, 1)
+    words, _ = encode_entropy(x, frame, 1)
     assert decode_entropy(words, frame, torch.float32, 1)[1]
     words[frame.head + 1 if place == "step" else -1] = 5 if place == "step" else LARGEST_Q + 1
     values, valid = decode_entropy(words, frame, torch.float32, 1)
@@ -72,6 +72,6 @@ def test_packets_are_within_3_percent_of_an_ideal_code(bits, step):
     leave out, all included. With more words to spare, 1.5 bits were 3.5 % above."""
     n = 1 << 19
     frame = frame_of(n, bits, dithered=True)
-    words = cpu.encode_entropy(torch.randn(n, generator=torch.Generator().manual_seed(0)), frame, 7)
+    words, _ = cpu.encode_entropy(torch.randn(n, generator=torch.Generator().manual_seed(0)), frame, 7)
     exponent, j = words[frame.head : frame.head + 2].tolist()
     assert 4 * 2 ** (exponent - 127 - j / 64) <= step

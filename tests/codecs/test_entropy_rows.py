@@ -95,10 +95,10 @@ def test_both_backends_shift_alike(target, dtype, dither):
         for part in (x, broken, x[:40], x[3:6], torch.zeros(4, 77), rows(9, 77), rows(3, 2000) * x[:3, :1]):
             part, frame = part.to(dtype), frame_of(part.numel(), 2.5, dither is not None)
             for tolerance in (0, 2):
-                words, shifts = alike(lambda backend: backend.encode_rows(part, tolerance, frame, dither))
+                words, shifts = alike(lambda backend: backend.encode_entropy(part, frame, dither, tolerance))
             for its in (shifts, torch.arange(-128, 128)[::3][: len(part)].to(torch.int8)):
-                code = words, its[-len(part) :].repeat(2)[: len(part)], frame, decoded, dither
-                alike(lambda backend: backend.decode_rows(*code))
+                code = words, frame, decoded, dither, its[-len(part) :].repeat(2)[: len(part)]
+                alike(lambda backend: backend.decode_entropy(*code))
 
 
 def young(rows=512, width=512, directions=4, seed=0):

@@ -156,5 +156,5 @@ def test_only_the_first_run_of_a_kernel_brings_constants(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", switch)
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: tensor)  # there is nothing to copy
     tables.cache_clear()
-    words = support.launched(device.encode_entropy, torch.randn(300), frame_of(300, 3.0))
+    words, _ = support.launched(device.encode_entropy, torch.randn(300), frame_of(300, 3.0))
     assert words.device == DEVICE

@@ -59,7 +59,7 @@ def every_setting(widths):
         groups.dequantize(groups.quantize(x, grid, dither), grid, torch.float16, None, dither)
     for n, dither in ((100, None), (100_000, None), (100_000, 7)):
         frame = frame_of(n, 2.5, dithered=dither is not None)
-        words = entropy.encode_entropy(torch.zeros(n), frame, dither)
+        words, _ = entropy.encode_entropy(torch.zeros(n), frame, dither)
         entropy.decode_entropy(words, frame, torch.float32, dither)
 
 

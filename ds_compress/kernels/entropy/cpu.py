@@ -101,23 +101,12 @@ class EntropyPlan:
 _plan = lru_cache(EntropyPlan)  # most messages have the shape of the one before
 
 
-def encode_entropy(x: Tensor, frame: CodeLayout, dither: int | None = None) -> Tensor:
-    if not native.serves(x.numel()):
-        return reference.encode_entropy(x, frame, dither)
-    return _encode_values(x, 0, 0, frame, dither)[0]
-
-
-def encode_rows(
-    x: Tensor, tolerance: int, frame: CodeLayout, dither: int | None = None
+def encode_entropy(
+    x: Tensor, frame: CodeLayout, dither: int | None = None, tolerance: int = 0
 ) -> tuple[Tensor, Tensor]:
     if not native.serves(x.numel()):
-        return reference.encode_rows(x, tolerance, frame, dither)
-    return _encode_values(x, len(x), tolerance, frame, dither)
-
-
-def _encode_values(
-    x: Tensor, rows: int, tolerance: int, frame: CodeLayout, dither: int | None
-) -> tuple[Tensor, Tensor]:
+        return reference.encode_entropy(x, frame, dither, tolerance)
+    rows = len(x) if x.dim() == 2 else 0
     values = (x if x.dtype in FLOATS else x.float()).contiguous()
     words = torch.empty(frame.words, dtype=torch.int16, device="cpu")
     shifts = torch.empty(rows, dtype=torch.int8, device="cpu")
@@ -140,24 +129,15 @@ _NO_SHIFTS = torch.empty(0, dtype=torch.int8, device="cpu")
 
 
 def decode_entropy(
-    words: Tensor, frame: CodeLayout, dtype: torch.dtype, dither: int | None = None
+    words: Tensor,
+    frame: CodeLayout,
+    dtype: torch.dtype,
+    dither: int | None = None,
+    shifts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     if not native.serves(frame.numel):
-        return reference.decode_entropy(words, frame, dtype, dither)
-    return _decode_values(words, _NO_SHIFTS, frame, dtype, dither)
-
-
-def decode_rows(
-    words: Tensor, shifts: Tensor, frame: CodeLayout, dtype: torch.dtype, dither: int | None = None
-) -> tuple[Tensor, Tensor]:
-    if not native.serves(frame.numel):
-        return reference.decode_rows(words, shifts, frame, dtype, dither)
-    return _decode_values(words, shifts.contiguous(), frame, dtype, dither)
-
-
-def _decode_values(
-    words: Tensor, shifts: Tensor, frame: CodeLayout, dtype: torch.dtype, dither: int | None
-) -> tuple[Tensor, Tensor]:
+        return reference.decode_entropy(words, frame, dtype, dither, shifts)
+    shifts = _NO_SHIFTS if shifts is None else shifts.contiguous()
     values = torch.empty(frame.numel, dtype=dtype, device="cpu")
     is_valid = _plan(frame, dtype, len(shifts)).decode(
         values,

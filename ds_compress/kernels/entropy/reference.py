@@ -32,7 +32,7 @@ from ds_compress.kernels.entropy.rans import Coder, rans_decode, rans_encode
 from ds_compress.kernels.entropy.rows import shift_rows, unshift_rows
 from ds_compress.kernels.entropy.words import read_words, write_words
 
-__all__ = ["decode_entropy", "decode_rows", "encode_entropy", "encode_rows"]
+__all__ = ["decode_entropy", "encode_entropy"]
 
 
 class EntropyCoding:
@@ -41,13 +41,22 @@ class EntropyCoding:
     def __init__(self, coder: Coder):
         self._coder = coder
 
-    def encode_entropy(self, x: Tensor, frame: CodeLayout, dither: int | None = None) -> Tensor:
-        """Return the words, int16 [frame.words], of `x`, [frame.numel] of any float dtype.
+    def encode_entropy(
+        self, x: Tensor, frame: CodeLayout, dither: int | None = None, tolerance: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Encode `x` of any float dtype: [frame.numel], or [rows, width], whose rows are shifted.
 
         Args:
             dither: 64 bits, the key of the dither, if `frame` is dithered.
+            tolerance: of rows, see `rows.shift_rows`.
+
+        Returns:
+            The words, int16 [frame.words]; and the shifts, int8 [rows], none for a vector.
         """
-        bits = x.float().view(torch.int32)
+        shifts = torch.empty(0, dtype=torch.int8, device=x.device)
+        if x.dim() == 2:
+            x, shifts = shift_rows(x, tolerance)
+        bits = x.float().reshape(-1).view(torch.int32)
         exponent = exponent_of(bits)
         if dither is None:
             words = _encode_nearest(self._coder, bits, exponent, frame)
@@ -55,21 +64,35 @@ class EntropyCoding:
             words = encode_dithered(self._coder, bits, exponent, frame, dither)
         overflow = torch.zeros_like(words)
         overflow[frame.head].fill_(NOT_FINITE)  # `overflow[...] = ` makes the host wait for the device
-        return torch.where(exponent == NOT_FINITE, overflow, words)
+        return torch.where(exponent == NOT_FINITE, overflow, words), shifts
 
     def decode_entropy(
-        self, words: Tensor, frame: CodeLayout, dtype: torch.dtype, dither: int | None = None
+        self,
+        words: Tensor,
+        frame: CodeLayout,
+        dtype: torch.dtype,
+        dither: int | None = None,
+        shifts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Decode `words`.
 
         Args:
             dtype: fp32 or bf16.
             dither: see `encode_entropy`.
+            shifts: of the rows, int8 [rows]; None: there are none.
 
         Returns:
             The values, [frame.numel] of `dtype`; and whether `words` are a possible code, a bool of one
             element. If not, all values are nan.
         """
+        values, valid = self._decode(words, frame, dtype, dither)
+        if shifts is not None:
+            unshift_rows(values.view(len(shifts), -1), shifts)
+        return values, valid
+
+    def _decode(
+        self, words: Tensor, frame: CodeLayout, dtype: torch.dtype, dither: int | None
+    ) -> tuple[Tensor, Tensor]:
         if dither is None:
             read = read_words(self._coder, words, frame)
             key = read.escapes & 0x7FFF
@@ -81,21 +104,6 @@ class EntropyCoding:
         finite = read.exponent != NOT_FINITE
         value = value * (read.exponent.clamp(1, NOT_FINITE - 1).int() << 23).view(torch.float32)
         return torch.where(valid & finite, value, torch.nan).to(dtype), valid | ~finite
-
-    def encode_rows(
-        self, x: Tensor, tolerance: int, frame: CodeLayout, dither: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Shift the rows of `x`, [rows, width], by `rows.shift_rows`, and encode them; return the words and
-        the shifts."""
-        shifted, shifts = shift_rows(x, tolerance)
-        return self.encode_entropy(shifted.reshape(-1), frame, dither), shifts
-
-    def decode_rows(
-        self, words: Tensor, shifts: Tensor, frame: CodeLayout, dtype: torch.dtype, dither: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Decode what `encode_rows` returns; see `decode_entropy`."""
-        values, valid = self.decode_entropy(words, frame, dtype, dither)
-        return unshift_rows(values.view(len(shifts), -1), shifts).view(-1), valid
 
 
 def _encode_nearest(coder: Coder, bits: Tensor, exponent: Tensor, frame: CodeLayout) -> Tensor:
@@ -135,4 +143,3 @@ def _values(q: Tensor, step: Tensor, shift: Tensor) -> Tensor:
 
 _coding = EntropyCoding(Coder(rans_encode, rans_decode))
 encode_entropy, decode_entropy = _coding.encode_entropy, _coding.decode_entropy
-encode_rows, decode_rows = _coding.encode_rows, _coding.decode_rows

@@ -13,7 +13,7 @@ from ds_compress.kernels.entropy.format import SCALE_BITS, START, CodeLayout
 from ds_compress.kernels.entropy.rans import Coded, Coder, slots
 from ds_compress.kernels.entropy.reference import EntropyCoding
 
-__all__ = ["decode_entropy", "decode_rows", "encode_entropy", "encode_rows"]
+__all__ = ["decode_entropy", "encode_entropy"]
 
 
 def rans_encode(symbols: Tensor, frequencies: Tensor, frame: CodeLayout) -> Coded:
@@ -78,7 +78,6 @@ def rans_decode(
 
 _coding = EntropyCoding(Coder(rans_encode, rans_decode))
 encode_entropy, decode_entropy = _coding.encode_entropy, _coding.decode_entropy
-encode_rows, decode_rows = _coding.encode_rows, _coding.decode_rows
 
 
 @triton.jit(do_not_specialize=["numel", "steps"])
