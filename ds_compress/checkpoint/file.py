@@ -62,8 +62,6 @@ class SessionState(Options):
     adopted: dict[str, Any]
     """Settings in force beside the written block, as "boundaries" of a block."""
     policy: PolicyRecord
-    replica_policy: dict[str, Any] = Field({}, exclude=True)
-    """From snapshots after release 0.3; not read."""
     guard: dict[str, float | None] = {}
     """What the guard remembers: the first loss of training."""
     depth: dict[str, Annotated[int, Field(ge=1)]] = {}

@@ -10,6 +10,7 @@ from ds_compress.codecs.quantize import Quantize
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
 from ds_compress.feedback.state import State, StatefulFeedback, StateOptions
 from ds_compress.kernels.backends import kernels
+from ds_compress.kernels.feedback.reference import update_state
 from ds_compress.kernels.numerics import as_divisor, can_keep, cast, wide
 
 
@@ -58,7 +59,7 @@ class EF21Codec(FeedbackCodec, StatefulFeedback, ObservesWarmup):
         state = self.state.load(ctx, spec)
         change = kernels(x.device).delta(x, state, ctx.loss_scale)
         parts, sent = encode_and_decode(self.codec, change, ctx, out)
-        self.state.save(ctx, spec, *kernels(x.device).update_state(state, sent, ctx.loss_scale))
+        self.state.save(ctx, spec, *update_state(state, sent, ctx.loss_scale))
         return parts
 
     def decode_training(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
@@ -70,7 +71,7 @@ class EF21Codec(FeedbackCodec, StatefulFeedback, ObservesWarmup):
                 self.state.put(ctx, spec, (new,))
                 return arrived
         change, state = self.codec.decode(parts, spec, ctx), self.state.load(ctx, spec)
-        new, keep = kernels(change.device).update_state(state, change, ctx.loss_scale)
+        new, keep = update_state(state, change, ctx.loss_scale)
         self.state.save(ctx, spec, new, keep)
         if ctx.loss_scale != 1 or new.dtype == spec.dtype:
             new = new * ctx.loss_scale  # a copy: what arrives may be changed, the state not

@@ -20,7 +20,7 @@ from torch import Tensor
 from ds_compress.codec import Context, TensorSpec
 from ds_compress.codecs.mixins import Stateful, check_entry
 from ds_compress.kernels.backends import kernels
-from ds_compress.kernels.feedback.reference import GROUP
+from ds_compress.kernels.feedback.reference import GROUP, decode_int8, encode_int8
 from ds_compress.kernels.numerics import wide
 from ds_compress.registry import Options
 
@@ -70,13 +70,13 @@ class State:
 
     def values(self, stored: tuple[Tensor, ...], spec: TensorSpec) -> Tensor:
         """Return the values of `stored`."""
-        value = kernels(spec.device).decode_int8(*stored) if len(stored) == 2 else stored[0]
+        value = decode_int8(*stored) if len(stored) == 2 else stored[0]
         return value.to(wide(spec.dtype))
 
     def to_stored(self, value: Tensor, spec: TensorSpec) -> tuple[Tensor, ...]:
         """Return `value` as it is stored."""
         if self.dtype == "int8":
-            return tuple(kernels(value.device).encode_int8(value))
+            return encode_int8(value)
         return (value.to(torch.bfloat16 if self.dtype == "bf16" else wide(spec.dtype)),)
 
     def check(self, memory: Mapping[str, Tensor]) -> None:
@@ -159,5 +159,5 @@ def residuals(memory: Mapping[str, Tensor], direction: str) -> Iterator[Tensor]:
         if key.startswith(f"{direction}/sender/") and not key.endswith(".scales"):
             buffer = key.removesuffix(".codes")
             if key != buffer:
-                entry = kernels(entry.device).decode_int8(entry, memory[f"{buffer}.scales"])
+                entry = decode_int8(entry, memory[f"{buffer}.scales"])
             yield entry

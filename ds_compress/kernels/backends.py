@@ -22,11 +22,9 @@ scale, by which messages are larger than states
     dequantize_change(parts, state, scale, grid, dtype)          -> values of state's shape, next state
     delta(x, state, factor)                            -> x - factor * state in x's dtype
     add_residual(x, residual, factor, finite)          -> x + factor * residual in x's dtype
-    update_state(state, change, divisor)               -> state + change / divisor, flag: it can be kept
-    update_residual(x, residual, sent, scale, residual_decay, error_weight)   -> next residual, flag
+    update_residual(x, residual, sent, scale, residual_decay, error_weight)
+                                                       -> next residual, flag: it can be kept
     choose(condition, first, second)                   flag, two of a shape -> one of them
-    encode_int8(value)                                 -> codes, scales
-    decode_int8(codes, scales)                         -> fp32 of codes' shape
 
 topk: entries are int64 indices [count] or bits, uint8 [numel / 8], lowest first; counts are in entries
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from ds_compress.kernels import library, native
 from ds_compress.kernels.backends import cpu, reference
+from ds_compress.kernels.feedback.reference import encode_int8
 from tests.support.codecs import assert_same_bits
 from tests.support.ranks import once
 
@@ -95,7 +96,7 @@ def alike(work: Callable[[Any], Any]) -> Any:
 def stored(state: torch.Tensor, store: str) -> tuple[torch.Tensor, ...]:
     """The tensors in which a feedback keeps `state`, in new memory."""
     if store == "int8":
-        return reference.encode_int8(state)
+        return encode_int8(state)
     return (state.clone() if store == "fp32" else state.bfloat16(),)
 
 

@@ -18,8 +18,7 @@ from ds_compress.kernels.quantize import cpu as quantize
 from ds_compress.kernels.quantize.cpu import FORMAT, LARGEST_GROUP, PARTS, VALUES
 from ds_compress.kernels.quantize.grid import Grid
 
-_IN_PYTORCH = "decode_int8", "encode_int8", "update_state"
-__all__ = [name for name in reference.__all__ if name not in _IN_PYTORCH]
+__all__ = reference.__all__
 
 _STATE = Buffer((torch.float32,), ("n",))
 _MESSAGE: dict[str, Any] = {"values": Buffer(FLOATS, ("n",), dtype_from="bf16"), "bf16": FLAG, "n": SIZE}

@@ -13,14 +13,11 @@ from ds_compress.kernels.quantize.grid import SMALLEST_STEP, Grid
 __all__ = [
     "add_residual",
     "choose",
-    "decode_int8",
     "delta",
     "dequantize_change",
-    "encode_int8",
     "quantize_change",
     "quantize_with_residual",
     "update_residual",
-    "update_state",
 ]
 
 GROUP = 128
