@@ -66,7 +66,7 @@ class MessagePath:
         is_lossy = config.quality is not None or used - {"none"}
         follows = is_lossy and config.block.tensors == "large"
         self._settings: object = None  # those in force
-        self._have_run = set[tuple[bool, bool]]()  # kinds of schedules with these settings
+        self._have_run = set[tuple[bool, int]]()  # kinds of schedules with these settings
         self.tracking = DependencyTracker(engine.module) if follows else None
 
     @staticmethod
@@ -274,8 +274,8 @@ class MessagePath:
         if config.in_force is not self._settings:
             self._settings = config.in_force
             self._have_run.clear()
-        are_measured = any(end.observers for end in self.stage.ends)
-        kernels = context.step >= config.warmup_steps, are_measured
+        observers = sum(len(end.observers) for end in self.stage.ends)
+        kernels = context.step >= config.warmup_steps, observers
         is_new = kernels not in self._have_run
         self._have_run.add(kernels)
         return is_new
