@@ -29,6 +29,8 @@ from contextlib import suppress
 
 from torch.distributed import Store
 
+from ds_compress.transport import connections as transport
+
 LONGEST_LINE = 4096
 """Bytes of a line between ranks."""
 LONGEST_HELLO = 128
@@ -112,6 +114,7 @@ class Connections:
         self._strangers: dict[Peer, None] = {}
         self._world_size = world_size
         self._attempts = 0
+        self._is_closed = False
         self._lock = threading.Lock()  # around `peers` and sending
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
@@ -123,6 +126,14 @@ class Connections:
             # the order in which each of the others would try these addresses of rank 0
             known = [json.loads(store.get(f"{key}/{other}")) for other in range(1, world_size)]
             self._listeners, self.addresses = _listen(known)
+            transport.accepting.add(self)
+            transport.make_room()
+            if not transport.files_left():
+                logger.warning(
+                    "ds_compress: rank 0 may open too few files to hear of failures of all %d ranks "
+                    "(`ulimit -Hn`); allow more",
+                    world_size,
+                )
             for listener in self._listeners:
                 listener.setblocking(False)
                 self._selector.register(listener, selectors.EVENT_READ, listener)
@@ -135,6 +146,10 @@ class Connections:
             self.addresses = sorted(map(tuple, addresses), key=lambda address: address[0] not in own)
         self._token = token.encode()
         _open.add(self)
+
+    def awaited(self) -> int:
+        """Return how many ranks have yet to connect to rank 0."""
+        return 0 if self._is_closed else self._world_size - 1 - len(self.peers)
 
     def connect(self) -> None:
         """Connect to rank 0.
@@ -190,6 +205,7 @@ class Connections:
 
     def close(self) -> None:
         """Close all connections; from then on other ranks see that this one has gone."""
+        self._is_closed = True
         self._selector.close()
         ends = [self._waker, self._woken, *self._listeners]
         for end in ends + [peer.connection for peer in [*self.peers, *self._strangers]]:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import cache
 from threading import Thread
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import psutil
 import torch
@@ -35,6 +35,15 @@ ENDING_S = 1.0
 """Seconds for threads to end after one has failed."""
 SPARE = 64
 """Files that are left for all else."""
+accepting: "weakref.WeakSet[Accepts]" = weakref.WeakSet()
+"""What counts on files for connections that others have yet to make."""
+
+
+class Accepts(Protocol):
+    """A part of this process to which others connect."""
+
+    def awaited(self) -> int:
+        """Return how many of them have not connected yet."""
 
 
 class Connection:
@@ -86,7 +95,7 @@ def connect(wanted: Iterable[tuple[Sequence[int], int]], seconds: float) -> list
     """
     wanted, of_job = list(wanted), _get_default_store()
     named = _named([tuple(ranks) for ranks, number in wanted for _ in range(number)], of_job)
-    _make_room(sum(len(ranks) - 1 for ranks, _ in named))
+    make_room(sum(len(ranks) - 1 for ranks, _ in named))
     rendezvous, tasks = Rendezvous(), deque(enumerate(named))
     made: dict[int, Connection] = {}
     failed: list[tuple[Sequence[int], Exception]] = []
@@ -173,12 +182,13 @@ def files_left() -> int:
 
 
 def _files_with(number: int) -> int:
-    """Return the files that this process needs, with so many connections more."""
-    return psutil.Process().num_fds() + number + SPARE
+    """Return the files that this process needs, with so many connections more, and those that it awaits."""
+    return psutil.Process().num_fds() + sum(each.awaited() for each in accepting) + number + SPARE
 
 
-def _make_room(number: int) -> None:
-    """Raise the soft limit of open files, if so many connections more need that."""
+def make_room(number: int = 0) -> None:
+    """Raise the soft limit of open files, if so many connections more, and those that are awaited, need
+    that."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and (needed := _files_with(number)) > soft:
         most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)

@@ -3,16 +3,19 @@
 import contextlib
 import logging
 import os
+import resource
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from torch.distributed import HashStore
 
 from ds_compress.runtime import heartbeat
 from ds_compress.runtime.heartbeat import HELLO_SECONDS, LONGEST_HELLO, MOST_STRANGERS, Connections
 from ds_compress.runtime.watchdog import Watchdog
+from ds_compress.transport import connections as transport
 from tests.support.network import MESSAGES, eventually, flood
 
 RANKS = 3
@@ -231,3 +234,52 @@ def test_training_goes_on_where_rank_0_cannot_be_reached(start, monkeypatch, cap
             call(ranks)
         eventually(lambda: "rank 2 cannot reach rank 0 at 127.0.0.1, port 1 (" in caplog.text)
     assert not any(each._failure for each in ranks)
+
+
+@pytest.fixture
+def limit_files():
+    """Sets how many files this process may open beside those that are open."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def limit(more):
+        soft = psutil.Process().num_fds() + more
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def room():
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - psutil.Process().num_fds()
+
+
+class Known(HashStore):
+    """A store in which all other ranks have said where they find rank 0."""
+
+    def get(self, key):
+        return b'["127.0.0.1"]'
+
+
+def test_rank_0_has_room_for_the_heartbeats_of_all_ranks_beside_other_connections(limit_files):
+    """Of 300 ranks at a limit of 200 files it heard 177, in silence, and could open no file any more."""
+    limit_files(100)
+    heartbeats = Connections(Known(), "watchdog", 0, 300)
+    with contextlib.closing(heartbeats):
+        assert room() >= 299 + transport.SPARE
+        transport.make_room(50)  # before any of them has connected
+        assert room() >= 299 + 50 + transport.SPARE
+        heartbeats.peers = [SimpleNamespace(connection=socket.socket()) for _ in range(299)]
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        transport.make_room(50)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == limit  # they are counted once
+
+
+def test_rank_0_says_if_it_may_not_have_room(monkeypatch, caplog):
+    most = psutil.Process().num_fds() + 100 + transport.SPARE
+    limits = {"getrlimit": lambda _: (most, most), "setrlimit": lambda *_: None}
+    monkeypatch.setattr(transport, "resource", SimpleNamespace(**{**vars(resource), **limits}))
+    with contextlib.closing(Connections(Known(), "watchdog", 0, 20)):
+        assert not caplog.records
+    with contextlib.closing(Connections(Known(), "watchdog", 0, 300)):
+        (record,) = caplog.records
+    assert "too few files to hear of failures of all 300 ranks" in record.getMessage()
