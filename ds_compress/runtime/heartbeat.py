@@ -29,7 +29,7 @@ from contextlib import suppress
 
 from torch.distributed import Store
 
-from ds_compress.transport import connections as transport
+from ds_compress.transport.connections import accepting, files_left, make_room
 
 LONGEST_LINE = 4096
 """Bytes of a line between ranks."""
@@ -126,9 +126,9 @@ class Connections:
             # the order in which each of the others would try these addresses of rank 0
             known = [json.loads(store.get(f"{key}/{other}")) for other in range(1, world_size)]
             self._listeners, self.addresses = _listen(known)
-            transport.accepting.add(self)
-            transport.make_room()
-            if not transport.files_left():
+            accepting.add(self)
+            make_room()
+            if not files_left():
                 logger.warning(
                     "ds_compress: rank 0 may open too few files to hear of failures of all %d ranks "
                     "(`ulimit -Hn`); allow more",
