@@ -86,6 +86,17 @@ def test_a_path_with_brackets_is_a_path(tmp_path):
     assert [row["text"] for row in found] == ["part-0", "part-1"], "other patterns are those of `datasets`"
 
 
+@pytest.mark.parametrize(
+    "documents, expected", [("paragraph", ["a\nb", "c", "d"]), ("file", ["a\nb\n\nc", "d"])]
+)
+def test_text_files_that_a_pattern_finds_are_cut_like_one(tmp_path, documents, expected):
+    """Each of their lines became a document of its own, whatever `data.documents` said."""
+    for name, text in {"1.txt": "\ufeffa\nb\n\nc", "2.txt": "d"}.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    data = read_settings(prepare(tmp_path)).data.model_copy(update={"documents": documents})
+    assert [row["text"] for row in read_records(str(tmp_path / "?.txt"), data)] == expected
+
+
 def test_text_is_learned_whole_and_completions_alone():
     assert one({"text": "the cat"}) == ("the cat </s>", "the cat </s>")
     assert one({"prompt": "the cat", "completion": "sees"}) == ("the cat sees </s>", "sees </s>")
