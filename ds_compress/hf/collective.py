@@ -10,6 +10,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_compress.errors import CompressionError, in_one_line
+from ds_compress.transport import staging
 from ds_compress.transport.collectives import all_gather
 
 
@@ -34,6 +35,24 @@ def broadcast_bytes(data: bytes, size: int, source: int) -> bytes:
         buffer = torch.empty(size, dtype=torch.uint8, device=device)
     dist.broadcast(buffer, source)
     return bytes(buffer.cpu().numpy())
+
+
+def send_bytes(data: bytes, size: int, source: int, target: int) -> bytes:
+    """Send `size` bytes, 1 at least, from rank `source` to rank `target`; every rank calls it.
+
+    Returns:
+        The bytes on `target`; on ranks that have no part in it, nothing.
+    """
+    device, rank = get_accelerator().current_device_name(), dist.get_rank()
+    if staging.is_needed(torch.device(device)):  # gloo broadcasts memory of a GPU, but does not send it
+        return broadcast_bytes(data, size, source)
+    if rank == source:
+        dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device), target)
+    elif rank == target:
+        buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        dist.recv(buffer, source)
+        return bytes(buffer.cpu().numpy())
+    return b""
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from pathlib import Path
 from deepspeed import comm as dist
 
 from ds_compress.errors import CompressionError, failures_at, shown
-from ds_compress.hf.collective import broadcast_bytes, gather_integers, raised_on_all_ranks
+from ds_compress.hf.collective import broadcast_bytes, gather_integers, raised_on_all_ranks, send_bytes
 from ds_compress.hf.settings import NAME
 
 LATEST = "latest"
@@ -49,8 +49,9 @@ class RunFolder:
         with self.write("files"):
             path.mkdir(parents=True, exist_ok=True)
             own.touch()
-        seen = [other for other in range(ranks) if (path / f".rank-{token:x}-{other}").exists()]
-        self._owners = gather_integers(seen[0])
+        # the first one is enough: of a shared folder that is rank 0's, and not each rank looks for all
+        first = next(other for other in range(ranks) if (path / f".rank-{token:x}-{other}").exists())
+        self._owners = gather_integers(first)
         """For each rank, the first rank that sees the same folder."""
         self.is_shared = not any(self._owners)
         """Whether all ranks see one folder."""
@@ -170,7 +171,7 @@ class RunFolder:
                         stored.seek(start)
                         data = stored.read(CHUNK)
             if start < size:
-                data = broadcast_bytes(data, min(CHUNK, size - start), source)
+                data = send_bytes(data, min(CHUNK, size - start), source, 0)
         if self._rank == 0:
             part.replace(file)
 

@@ -7,6 +7,7 @@ import re
 import resource
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 from deepspeed.runtime import engine
@@ -14,7 +15,7 @@ from torch import distributed
 from transformers import AutoModelForCausalLM
 
 from ds_compress.errors import CompressionError
-from ds_compress.hf import run_folder
+from ds_compress.hf import collective, run_folder
 from ds_compress.hf.merge import merge
 from ds_compress.hf.run_folder import RunFolder
 from ds_compress.hf.settings import read_settings
@@ -313,3 +314,34 @@ def test_the_last_file_of_the_slowest_rank_is_written_before_it(tmp_path, block,
     for early in run_ranks(2, saved, prepare(tmp_path, steps=1, ds_config=config)):
         assert early and not any(early)
     assert (tmp_path / "out" / "latest").read_text() == "step1"
+
+
+def weights_of_each(path):
+    """How often this rank looked for others, how many bytes it got by broadcast, and what it has then."""
+    looks, sizes = [], []
+    files, exists = Path.exists, lambda file: looks.append(file) if file.name.startswith(".rank-") else None
+    Path.exists = wrapped(files, before=exists)
+    run = RunFolder(path, 1)
+    Path.exists = files
+    rank, step = distributed.get_rank(), path / "step1"
+    step.mkdir(exist_ok=True)
+    if not run.is_shared:
+        collective.dist.broadcast = wrapped(
+            collective.dist.broadcast, before=lambda buffer, source: sizes.append(buffer.nbytes)
+        )
+        (step / f"layer_{rank:02}-model_states.pt").write_bytes(bytes([rank]) * 100_000)
+        run.collect_weights(1)
+    return len(looks), sum(sizes), [file.read_bytes() for file in sorted(step.iterdir())]
+
+
+def test_weights_go_to_the_first_machine_alone(tmp_path):
+    """Every machine got those of all others: with 64 of them, 63 times as many bytes as one receives."""
+    first, *others = run_ranks(4, lambda: weights_of_each(machine(tmp_path)))
+    assert first[2] == [bytes([rank]) * 100_000 for rank in range(4)]
+    for rank, (_, broadcast, files) in enumerate(others, 1):
+        assert broadcast < 1000 and files == [bytes([rank]) * 100_000]
+
+
+def test_ranks_that_share_a_folder_do_not_look_for_each_other(tmp_path):
+    """Each looked for all: 262,144 looks at a network disk with 512 ranks."""
+    assert [looks for looks, *_ in run_ranks(4, weights_of_each, tmp_path)] == [1] * 4
