@@ -123,7 +123,6 @@ def images(engine):
 
 PROGRAMS = {
     "instructions of its own": program(OwnEngine, stages=3),
-    "two messages a micro-batch": program(with_schedule(programs.TwiceSchedule)),
     "backward passes in reverse": program(with_schedule(programs.ReversedSchedule), stages=3),
     "all sent at the end": program(
         with_schedule(programs.LateSchedule),

@@ -13,7 +13,8 @@ from deepspeed.runtime.pipe.schedule import (
 
 from ds_compress.engine.lookahead import Lookahead
 from ds_compress.planning.schedule import DepthSchedule
-from tests.support.programs import LateSchedule, OnceOnly, Reference, ShuffledSchedule, TwiceSchedule
+from tests.support.engine_subclasses import PreferenceInference, PreferenceSchedule, Reference
+from tests.support.programs import LateSchedule, OnceOnly, ShuffledSchedule
 
 
 def left_early(schedule, depth=1):
@@ -50,8 +51,9 @@ def test_all_messages_of_1f1b_leave_early(stages, micro_batches):
 
 def test_a_message_waits_while_another_one_is_to_be_sent_first():
     """The eager link once sent the policy's activations, just computed, instead of the reference's."""
-    assert left_early(TwiceSchedule(3, 2, 0)) == ([], [])
-    assert left_early(TwiceSchedule(3, 2, 1)) == ([], [0, 1, 2])
+    for schedule in (PreferenceSchedule, PreferenceInference):
+        assert left_early(schedule(3, 2, 0)) == ([], [])
+    assert left_early(PreferenceSchedule(3, 2, 1)) == ([], [0, 1, 2])
 
 
 def test_of_two_that_change_places_only_the_one_computed_last_leaves():

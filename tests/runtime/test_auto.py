@@ -16,6 +16,7 @@ from ds_compress.planning.step_time import Workload
 from ds_compress.runtime import auto, stage_profile
 from ds_compress.transport.probe import LinkMeasurement
 from tests.support import pipeline_kinds, programs
+from tests.support.engine_subclasses import Preference
 from tests.support.pipeline import batches, build, ds_config, printed_lines, train_on
 from tests.support.ranks import run_ranks
 
@@ -245,14 +246,14 @@ def test_the_end_of_a_longer_warm_up_is_measured():
 
 
 def trained_by_an_own_schedule():
-    program = programs.program(programs.with_schedule(programs.TwiceSchedule), steps=CHOSEN + 2)
+    program = programs.program(Preference, steps=CHOSEN + 2)
     with printed_lines("recipe auto: ") as lines:
         losses = pipeline_kinds.train(program, block())["losses"]
     return lines, losses == pipeline_kinds.train(program, None)["losses"]
 
 
 def test_what_it_cannot_predict_stays_uncompressed():
-    why = "the time of a step of TwiceSchedule cannot be predicted"
+    why = "the time of a step of PreferenceSchedule cannot be predicted"
     line = f"ds_compress: recipe auto: messages stay uncompressed: {why}"
     assert run_ranks(2, trained_by_an_own_schedule) == [([line], True), ([], True)]
 

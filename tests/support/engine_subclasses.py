@@ -11,8 +11,8 @@ from deepspeed.runtime.pipe import p2p, schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
-from tests.support.pipeline import Block
-from tests.support.programs import OwnSchedule, Reference, away_from
+from tests.support.pipeline import Block, loss_fn
+from tests.support.programs import OwnSchedule
 
 
 class NamedTensors(PipelineEngine):
@@ -253,6 +253,10 @@ class ZeroBubble(OwnSchedule):
     }
 
 
+class Reference(schedule.BufferOpInstruction):
+    """The pass of a frozen model, whose result crosses in a message of its own."""
+
+
 class LoadTwice(schedule.PipeInstruction):
     """Loads a micro-batch for the policy and for the reference."""
 
@@ -316,7 +320,9 @@ class Preference(OwnSchedule):
         with torch.no_grad():
             found = 0.5 * self.module(self.pipe_buffers["inputs"][buffer_id].clone())
         if self.is_last_stage():
-            self.module.loss_fn = away_from(found)
+            self.module.loss_fn = lambda output, target: (
+                loss_fn(output, target) + 0.1 * loss_fn(output, found)
+            )
         else:
             self.pipe_buffers["outputs"][buffer_id] = found
 

@@ -2,11 +2,9 @@
 
 from typing import Any
 
-import torch
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from tests.support import pipeline
 from tests.support.pipeline import alike, reusing
 from tests.support.pipeline_kinds import Kind
 
@@ -19,35 +17,6 @@ BLOCKS = {
     "topk blocking": reusing(0.3, link={"mode": "blocking"}),
     "topk eager": reusing(0.3),
 }
-
-
-def away_from(found):
-    """The loss of a policy, beside that of a frozen model."""
-    loss_fn = pipeline.loss_fn
-    return lambda output, target: loss_fn(output, target) + 0.1 * loss_fn(output, found)
-
-
-class Reference(schedule.BufferOpInstruction):
-    """The pass of a frozen model, whose result crosses in a message of its own, as in preference training."""
-
-
-class TwiceSchedule(schedule.PipeSchedule):
-    """Two messages for each micro-batch: buffer 0 for the reference, buffer 1 for the policy."""
-
-    def steps(self):
-        for _ in range(self.micro_batches):
-            if self.is_first_stage:
-                yield [schedule.LoadMicroBatch(1), Reference(0), schedule.ForwardPass(1)]
-                yield [schedule.SendActivation(0), schedule.SendActivation(1)]
-                yield [schedule.RecvGrad(1), schedule.BackwardPass(1)]
-            else:
-                yield [schedule.RecvActivation(0), schedule.RecvActivation(1)]
-                yield [schedule.LoadMicroBatch(1), Reference(0)]
-                yield [schedule.ForwardPass(1), schedule.BackwardPass(1), schedule.SendGrad(1)]
-        yield [kind() for kind in END]
-
-    def num_pipe_buffers(self):
-        return 2
 
 
 class ReversedSchedule(schedule.PipeSchedule):
@@ -118,23 +87,12 @@ class OnceOnly(schedule.TrainSchedule):
 
 
 class OwnSchedule(PipelineEngine):
-    """An engine with a schedule class and an instruction of its own."""
+    """An engine with a schedule class of its own."""
 
-    schedule_class: type = TwiceSchedule
+    schedule_class: type
 
     def _train_schedule(self):
         return self.schedule_class(self.micro_batches, self.num_stages, self.stage_id)
-
-    def _exec_reference(self, buffer_id):
-        inputs = self.pipe_buffers["inputs"][1 if self.is_first_stage() else buffer_id]
-        with torch.no_grad():
-            found = self.module(inputs.clone())
-        if self.is_first_stage():
-            self.pipe_buffers["outputs"][buffer_id] = 0.5 * found
-        else:
-            self.module.loss_fn = away_from(found)
-
-    _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, Reference: _exec_reference}
 
 
 def with_schedule(schedule_class: type) -> type:
