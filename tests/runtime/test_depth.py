@@ -7,7 +7,7 @@ import pytest
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
-from tests.support.pipeline import MICRO_BATCH, Block, alike, batches, build, ds_config
+from tests.support.pipeline import MICRO_BATCH, Block, alike
 from tests.support.pipeline_kinds import KINDS, different, train_all
 from tests.support.ranks import run_ranks
 
@@ -78,20 +78,3 @@ class Dropped(Block):
 @pytest.mark.extended
 def test_dropout_draws_the_same_numbers():
     check("tensor", NONE, specs=lambda: [LayerSpec(Dropped)] * 6)
-
-
-def forwards_ahead(depth):
-    """Forward passes of each stage before its first backward pass, and its buffers."""
-    engine, events = build(3, ds_config({"link": {"depth": depth}}, **counts())), []
-    engine.module.register_forward_hook(lambda *_: events.append("forward"))
-    for name, parameter in engine.module.named_parameters():
-        if name.endswith("norm.weight"):
-            parameter.register_hook(lambda grad: events.append("backward"))
-    engine.train_batch(batches())
-    return events.index("backward"), engine.num_pipe_buffers
-
-
-def test_stages_really_run_ahead():
-    found = run_ranks(3, lambda: [forwards_ahead(depth) for depth in (1, 2, 3)])
-    expected = (3, 5, 7), (2, 3, 4), (1, 1, 1)  # of each stage, by depth
-    assert found == [[(ahead, max(2, ahead)) for ahead in stage] for stage in expected]
