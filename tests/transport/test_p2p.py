@@ -67,12 +67,6 @@ def test_random_delays_change_nothing(stages, specs, depth):
     assert_equal(ours, run_ranks(stages, train, stages, None, 4, 0.0, evaluate, specs))
 
 
-def test_evaluation_with_packets_of_another_size():
-    block = {**EAGER, "forward": {"codec": "bf16"}, "eval": "uncompressed"}
-    blocking = {**block, "link": {"mode": "blocking"}}
-    assert_equal(run_ranks(2, train, 2, block, 3, 0.001, 5), run_ranks(2, train, 2, blocking, 3, 0.0, 5))
-
-
 def order_of_events(dynamic, depth):
     """What a first stage sends (s) and receives (r) at each of three steps, by micro-batch."""
     engine = build(2, ds_config(deep(depth)), dynamic_shape=dynamic)
