@@ -6,7 +6,6 @@ has come or been taken.
 
 from collections import Counter
 
-import pytest
 from deepspeed.runtime.pipe import schedule as stock
 from deepspeed.runtime.pipe.schedule import InferenceSchedule, SendActivation, SendGrad
 from hypothesis import given
@@ -137,9 +136,3 @@ def test_why_dynamic_shape_stays_at_depth_1_where_sends_hold_the_device():
 def test_why_the_blocking_link_stays_at_depth_1():
     assert not pipeline(2, 4, 1, announced=False, waits=tuple(SENT_TO)).locks()
     assert pipeline(2, 4, 2, announced=False, waits=tuple(SENT_TO)).locks()
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_the_first_gradient_needs_the_warm_up(depth):
-    """Why none is posted at the start of a step."""
-    assert (1, SendGrad, 0) not in pipeline(2, 4, depth).begun(frozen=0, launched=0)
