@@ -49,11 +49,6 @@ def test_estimate_of_the_uncompressed_step():
     assert stage_ms(codec_only, 0)["encode"] == 5.0 and stage_ms(codec_only, 1)["decode"] == 3.0
 
 
-def test_dashboards_show_every_quantity_once():
-    shown = [name for names in metrics.DASHBOARD.values() for name in names]
-    assert sorted(shown) == sorted([*CHANNEL, *PIPELINE])
-
-
 def test_the_page_on_metrics_explains_every_label():
     """A second table had other words for the same labels."""
     page = Path(__file__).parents[2] / "docs" / "metrics.md"

@@ -111,7 +111,7 @@ def test_sinks_hold_what_the_channels_counted(stages, tmp_path, monkeypatch):
             for name in ("residual_norm", "residual_share"):  # ef keeps one, ef21 does not
                 assert (rows[name][-1] > 0) == (direction == "backward")
     ours = {name for name in found["tensorboard"] if name.startswith("Train/Compression/")}
-    assert set(charted) == ours
+    assert len(charted) == len(ours) and set(charted) == ours
     assert settings["ds_compress"]["forward"]["name"] == "quantize"
     total = sum(sum(wire for _, wire in rank["counted"][-1].values()) for rank in first_replica)
     assert f"{total / 1e3:,.2f} kB sent instead of" in ranks[0]["summary"] and "waited" in ranks[0]["summary"]
