@@ -103,44 +103,32 @@ def test_what_was_posted_for_packets_that_never_came_holds_nothing_up():
     assert len(set(run_ranks(STAGES, after_an_interruption))) == 1
 
 
-def freed_together():
-    """Groups of ours after each engine, where it takes both ranks to free one; rank 1 keeps one too long."""
-    cleanup.FREED_ALONE, wiring.receives_hold_device = (), lambda device: True
-    stock, counts = 0, []
-    for number in range(4):
-        before = len(distributed_c10d._world.pg_map)
-        engine = build(STAGES, ds_config({} if number else None), layers(STAGES))
-        if number == 0:
-            stock = len(distributed_c10d._world.pg_map) - before
-        counts.append(len(distributed_c10d._world.pg_map) - before - stock)
-        kept = [engine] if number == 1 and dist.get_rank() == 1 else []
-        del engine
-        gc.collect()
-    del kept
-    return counts
-
-
-def test_groups_that_need_both_ranks_are_freed_when_all_have_dropped_the_engine():
-    """Engine 1 is still used on rank 1 when engine 2 is built: its groups go when engine 3 is."""
-    # a group of all ranks for each direction, of even boundaries and of odd
-    assert run_ranks(STAGES, freed_together) == [[0, 4, 4, -4]] * STAGES
-
-
-def replaced_engines():
-    """By how many groups this rank has more after each engine, where all ranks free one together."""
+def groups_of_engines(block, specs, kept=None):
+    """By how many groups this rank has more after each engine than after one of DeepSpeed alone, where all
+    ranks free one together; rank 1 uses engine `kept` until the next one is there."""
     cleanup.FREED_ALONE, counts = (), []
-    for block in (None, *[{"link": {"mode": "blocking"}, "tied": {"codec": "bf16"}}] * 3):
+    for number, own in enumerate((None, block, block, block)):
         before = len(distributed_c10d._world.pg_map)
-        engine = build(STAGES, ds_config(block), tied_layers())
+        engine = build(STAGES, ds_config(own), specs())
         counts.append(len(distributed_c10d._world.pg_map) - before)
+        used = [engine] if number == kept and dist.get_rank() == 1 else []
         del engine
         gc.collect()
+    del used
     return [count - counts[0] for count in counts]
+
+
+def test_groups_that_need_both_ranks_are_freed_when_all_have_dropped_the_engine(monkeypatch):
+    """Engine 1 is still used on rank 1 when engine 2 is built: its groups go when engine 3 is."""
+    monkeypatch.setattr(wiring, "receives_hold_device", lambda device: True)
+    # a group of all ranks for each direction, of even boundaries and of odd
+    assert run_ranks(STAGES, groups_of_engines, {}, lambda: layers(STAGES), 1) == [[0, 4, 4, -4]] * STAGES
 
 
 def test_a_rank_without_groups_helps_to_free_those_of_others():
     """It took no part, and the others waited for it while they built the next engine, for ever."""
-    first, middle, last = run_ranks(STAGES, replaced_engines)
+    block = {"link": {"mode": "blocking"}, "tied": {"codec": "bf16"}}
+    first, middle, last = run_ranks(STAGES, groups_of_engines, block, tied_layers)
     assert first == last == [0, 1, 0, 0] and middle == [0, 0, 0, 0]
 
 
