@@ -3,9 +3,9 @@
 import gc
 import os
 import resource
+import select
 import signal
 import sys
-import time
 
 import psutil
 import pytest
@@ -192,13 +192,9 @@ def forked():
                 gc.collect()
                 os._exit(0)
             sys.exit(0)
-        deadline, ended = time.monotonic() + 60, 0
-        while not ended and time.monotonic() < deadline:
-            ended, _ = os.waitpid(child, os.WNOHANG)
-            time.sleep(0.01)
-        if not ended:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+        ended, *_ = select.select([os.pidfd_open(child)], [], [], 60)
+        os.kill(child, signal.SIGKILL)  # nothing where it has ended
+        os.waitpid(child, 0)
         ends.append(bool(ended))
     return ends
 
