@@ -21,8 +21,8 @@ REUSE = {"codec": {"name": "topk", "indices": "reuse"}}
 TOPK = {"forward": {"codec": {"name": "topk", "values": "bf16"}, "feedback": "ef"}, "backward": REUSE}
 LOWRANK = {"codec": {"name": "lowrank", "rank": 2}}
 RECIPES = {
-    "none": {},
     "topk, reuse, ef": TOPK,
+    "none": {},
     "quantize, ef21": {"forward": {"codec": {"name": "quantize", "group_size": 32}, "feedback": "ef21"}},
     "lowrank, loco": {"forward": LOWRANK, "backward": {**LOWRANK, "feedback": "loco"}},
     "lossless": {"forward": {"codec": "lossless"}, "backward": {"codec": "lossless"}},

@@ -1,7 +1,6 @@
-"""Process groups of the channels are few; packets through host memory keep bytes and order."""
+"""Process groups of the channels are few, and what goes through host memory."""
 
 import multiprocessing
-import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 
@@ -18,11 +17,10 @@ from ds_compress.engine.intercept import PointToPoint
 from ds_compress.engine.stage import Stage
 from ds_compress.engine.wiring import wire
 from ds_compress.message.channel import Boundary
-from ds_compress.transport import p2p, staging
+from ds_compress.transport import staging
 from tests.support.calls import wrapped
 from tests.support.pipeline import build, ds_config
 from tests.support.ranks import run_ranks
-from tests.transport.streams import install
 
 LOSSLESS = {direction: {"codec": "lossless"} for direction in ("forward", "backward")}  # a rest both ways
 
@@ -89,41 +87,6 @@ def test_no_rank_has_two_channels_in_a_group_and_both_ends_are_in_the_same(block
 
 
 CPU = torch.device("cpu")
-SIZES = [64] * 9 + [*range(64, 64 * 9, 64)] + [1 << 20] * 20
-ANNOUNCED = {0: 9, 17: 20}
-
-
-def packets(is_eager, staged):
-    """What rank 1 gets of packets that rank 0 fills anew as soon as it may: at once, and later."""
-    problems = install(staged=True).problems if staged else []
-    group = p2p.channel_groups(1)[0, "forward"]
-    if dist.get_rank() == 1:
-        receiver = p2p.Receiver(0, CPU, group, is_eager=is_eager)
-        seen = []
-        for number, size in enumerate(SIZES):
-            if is_eager and number in ANNOUNCED:
-                receiver.expect(size, ANNOUNCED[number])
-            packet = receiver.receive(size).memory
-            early = packet.unique().tolist()
-            time.sleep(0.005)
-            seen.append((early, packet.unique().tolist()))
-        return seen, problems
-    sender = p2p.Sender(1, CPU, group, is_eager=is_eager)
-    for number, size in enumerate(SIZES):
-        packet = sender.memory(size)
-        packet.memory.fill_(number)
-        sender.send(packet)
-    sender.drain()
-    return len((sender._transport if staged else sender)._free), problems
-
-
-@pytest.mark.parametrize("is_eager", [False, True], ids=["blocking", "eager"])
-@pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
-def test_packets_of_many_sizes_arrive_in_order_and_leave_no_memory_behind(staged, is_eager):
-    (buffers, sent), (seen, received) = run_ranks(2, packets, is_eager, staged)
-    assert seen == [([number], [number]) for number in range(len(SIZES))]
-    assert not sent + received
-    assert buffers <= 4
 
 
 @pytest.mark.parametrize("backend, device", [("gloo", "cuda"), ("nccl", "cuda"), ("gloo", "cpu")])
