@@ -421,9 +421,7 @@ AUTO = {"depth": "auto", "memory_gb": 1}
 def run_at_depth(folder, start, link, latency, micro_batches=MANY):
     """Losses, and the depth of each batch; of a run that saves, or of one that goes on from there."""
     stage_profile.probe = lambda sender, receiver, first: LinkMeasurement(incoming=1e9, latency=latency)
-    samples = pipeline.MICRO_BATCH * micro_batches
-    counts = {"gradient_accumulation_steps": micro_batches, "train_batch_size": samples}
-    engine, depths = build(2, ds_config({"link": link}, **counts)), []
+    engine, depths = build(2, ds_config({"link": link}, micro_batches=micro_batches)), []
     session = engine.ds_compress
 
     def note(step):

@@ -124,10 +124,7 @@ def images(engine):
 PROGRAMS = {
     "instructions of its own": program(OwnEngine, stages=3),
     "backward passes in reverse": program(with_schedule(programs.ReversedSchedule), stages=3),
-    "all sent at the end": program(
-        with_schedule(programs.LateSchedule),
-        config={"gradient_accumulation_steps": 9, "train_batch_size": 36}
-    ),
+    "all sent at the end": program(with_schedule(programs.LateSchedule), config={"micro_batches": 9}),
     "sent in another order": program(with_schedule(programs.ShuffledSchedule)),
     "a schedule iterated its own way": program(with_schedule(programs.OnceOnly), stages=3),
     "micro-batches are loaded first": program(with_schedule(programs.LoadsFirst), stages=3),

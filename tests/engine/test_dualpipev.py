@@ -1,5 +1,6 @@
 """DualPipeV: two stages a rank, two boundaries between neighbours, in opposite directions."""
 
+import functools
 import itertools
 
 import pytest
@@ -28,9 +29,7 @@ QUANTIZE = {
 }
 
 
-def config(block=None, **changes):
-    counts = {"gradient_accumulation_steps": MICRO_BATCHES, "train_batch_size": 4 * MICRO_BATCHES}
-    return pipeline.ds_config(block, **counts, **changes)
+config = functools.partial(pipeline.ds_config, micro_batches=MICRO_BATCHES)
 
 
 def build(ranks, block, specs=None, **changes):

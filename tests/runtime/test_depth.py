@@ -7,7 +7,7 @@ import pytest
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
-from tests.support.pipeline import MICRO_BATCH, Block, alike
+from tests.support.pipeline import Block, alike
 from tests.support.pipeline_kinds import KINDS, different, train_all
 from tests.support.ranks import run_ranks
 
@@ -33,12 +33,6 @@ WITH_STATE = {
 }
 
 
-def counts(replicas=1, micro_batches=MICRO_BATCHES):
-    """The settings of DeepSpeed for so many replicas and micro-batches."""
-    size = MICRO_BATCH * micro_batches * replicas
-    return {"gradient_accumulation_steps": micro_batches, "train_batch_size": size, "replicas": replicas}
-
-
 def each_kind(*fast):
     """The kinds of pipeline, `fast` ones first; others are slow."""
     slow = (pytest.param(name, marks=pytest.mark.slow) for name in KINDS if name not in fast)
@@ -50,7 +44,7 @@ def check(name, blocks, **changes):
     if not kind.possible():
         pytest.skip("DeepSpeed itself cannot do this here")
     if name not in COUNTED:
-        kind = replace(kind, config={**kind.config, **counts(kind.config.get("replicas", 1))})
+        kind = replace(kind, config={**kind.config, "micro_batches": MICRO_BATCHES})
     for runs in run_ranks(kind.world_size, train_all, kind, blocks):
         for block in blocks:
             recipe, _ = block.split()

@@ -13,7 +13,7 @@ from ds_compress.runtime.depth import MEASURED, decide
 from ds_compress.runtime.memory_use import in_use
 from ds_compress.runtime.stage_profile import COLUMNS, describe_links
 from ds_compress.transport.probe import LinkMeasurement
-from tests.runtime.test_depth import at_depths, check, counts
+from tests.runtime.test_depth import MICRO_BATCHES, at_depths, check
 from tests.support.pipeline import MICRO_BATCH, batches, build, ds_config, printed_lines
 from tests.support.pipeline_kinds import BLOCKS
 from tests.support.ranks import run_ranks
@@ -40,7 +40,7 @@ def depths(stages, replicas, link, found, micro_batches=(9,) * 5):
     stage_profile.probe = lambda sender, receiver, first: found
     ran = []
     with printed_lines("ds_compress") as lines:
-        engine = build(stages, ds_config({"link": link}, **counts(replicas, micro_batches[0])))
+        engine = build(stages, ds_config({"link": link}, replicas, micro_batches[0]))
         data = batches(engine.grid.get_data_parallel_id())
         for count in micro_batches:
             engine.set_train_batch_size(MICRO_BATCH * count * replicas)
@@ -89,7 +89,7 @@ INPUT = 4 * 8 * 32768 * 4  # bytes of a micro-batch
 
 def memory(link):
     """Return the most bytes in use after a forward pass, over those at the start, by batch, and the depth."""
-    engine = build(2, ds_config({"link": link}, **counts()), specs=[LayerSpec(Wide) for _ in range(6)])
+    engine = build(2, ds_config({"link": link}, micro_batches=MICRO_BATCHES), specs=[LayerSpec(Wide)] * 6)
     data, most = batches(shape=(8, 32768)), []
     engine.module.register_forward_hook(lambda *_: most.append(in_use(CPU)))
     for _ in range(5):
@@ -109,7 +109,7 @@ def test_no_more_memory_is_taken_than_is_allowed(far, gigabytes, depth):
 
 def own_passes():
     """The depth of a program that replaces the instruction for backward passes, on a far link."""
-    engine, data = build(2, ds_config({"link": AUTO}, **counts())), batches()
+    engine, data = build(2, ds_config({"link": AUTO}, micro_batches=MICRO_BATCHES)), batches()
     stock = engine.ds_compress.path.original[BackwardPass]
     type(engine)._INSTRUCTION_MAP[BackwardPass] = lambda self, buffer_id: stock(self, buffer_id)
     losses = [engine.train_batch(data).item() for _ in range(5)]

@@ -44,13 +44,14 @@ def loss_fn(output, target):
     return nn.functional.mse_loss(output.float(), target.float())
 
 
-def ds_config(block: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+def ds_config(
+    block: dict[str, Any] | None = None, replicas: int = 1, micro_batches: int = MICRO_BATCHES, **changes: Any
+) -> dict[str, Any]:
     """A DeepSpeed config that computes the same for every number of stages."""
-    replicas = changes.pop("replicas", 1)
     config = {
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
-        "gradient_accumulation_steps": MICRO_BATCHES,
-        "train_batch_size": MICRO_BATCH * MICRO_BATCHES * replicas,
+        "gradient_accumulation_steps": micro_batches,
+        "train_batch_size": MICRO_BATCH * micro_batches * replicas,
         "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,

@@ -49,8 +49,7 @@ def test_no_kind_of_pipeline_locks(name):
 
 
 def steps(stages, block, micro_batches=4):
-    sizes = {"gradient_accumulation_steps": micro_batches, "train_batch_size": 4 * micro_batches}
-    engine = build(stages, ds_config({"min_numel": 0, **block}, **sizes))
+    engine = build(stages, ds_config({"min_numel": 0, **block}, micro_batches=micro_batches))
     data, held_out = batches(), batches(replica=7)
     for _ in range(2):
         engine.train_batch(data)
