@@ -71,9 +71,8 @@ def test_no_depth_locks(stages, depth):
 def new_kernels(stages, depth, micro_batches):
     """Every step has kernels that none before it had: those of the model, of metrics, and of two codecs."""
     block = {"link": {"depth": depth}, "warmup_steps": 2, "monitor": {"every": 2}, "min_numel": 0}
-    sizes = {"gradient_accumulation_steps": micro_batches, "train_batch_size": 4 * micro_batches}
     csv = {"csv_monitor": {"enabled": True, "output_path": mkdtemp(), "job_name": "x"}}
-    engine = build(stages, ds_config({**block, **alike(TWO_BITS)}, **sizes, **csv))
+    engine = build(stages, ds_config({**block, **alike(TWO_BITS)}, micro_batches=micro_batches, **csv))
     data = batches()
     for _ in range(3):
         engine.train_batch(data)
