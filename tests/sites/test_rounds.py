@@ -1182,3 +1182,37 @@ def test_a_name_without_an_address(name):
 @pytest.mark.parametrize("address", ["", "host", ":1", "host:0", "host:65536", "host:٣", "host:1:x"])
 def test_what_is_no_address_is_refused(address):
     assert "set it to HOST:PORT" in refusal(connect, address)
+
+
+class CountingStore:
+    """A store that counts the operations until the packet of a round is begun, one after the other."""
+
+    def __init__(self, store):
+        self._store, self.count, self.at_packet = store, 0, None
+
+    def __getattr__(self, name):
+        method = getattr(self._store, name)
+
+        def call(*args):
+            if name == "append" and "/senders/" in args[0]:
+                self.at_packet = self.count
+            self.count += 1
+            return method(*args)
+
+        return call
+
+
+@pytest.mark.parametrize("sites", [2, 6])
+def test_no_site_is_late_as_it_deletes_the_packets_of_all(store, monkeypatch, sites):
+    """One site deleted old packets before it sent its own, in 6 + 5 operations for each site, if a packet has
+    three chunks: all waited for 33 s, or without it, with 64 sites and round trips of 100 ms."""
+    monkeypatch.setattr(board_module, "CHUNK", 7000)
+    monkeypatch.setattr(sys.modules[__name__], "client_of", lambda of, own=client_of: CountingStore(own(of)))
+    launches = [Launch(store) for _ in range(sites)]
+    for _ in range(KEPT_ROUNDS + 2):
+        clients = [launch.slots[1]._board._store for launch in launches]
+        for client in clients:
+            client.count = 0
+        play(launches, [0.1] * sites)
+    assert max(client.at_packet for client in clients) <= 2
+    assert Board(store).outcome(0) is None and not Board(store)._numbers("0/senders/1")
