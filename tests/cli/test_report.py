@@ -60,14 +60,6 @@ def test_report_of_three_runs(tmp_path, capsys, monkeypatch):
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == sorted(PLOTS)
 
 
-def test_numbers_are_those_of_the_files(tmp_path):
-    write_run(tmp_path / "topk" / "csv", 100, loss=1.2)
-    row = summarize(read_run(tmp_path / "topk"))
-    assert row["steps"] == 20 and row["ratio"] == 10 and row["ms/step"] == 100
-    assert row["MB sent"] == pytest.approx(4 * 100 * 640 / 1e6)
-    assert row["loss"] == pytest.approx(1.2 + sum(10 / (32 * step) for step in range(16, 21)) / 5)
-
-
 def test_bytes_between_replicas(tmp_path, capsys):
     """A run that compresses these alone was taken for the uncompressed one."""
     for name, wire in (("none", None), ("quantize", 250)):
@@ -242,41 +234,38 @@ def test_a_run_whose_loss_became_nan(tmp_path, capsys):
     assert table([read_run(tmp_path)]) == [{"run": tmp_path.name, "steps": "4", "loss": "nan"}]
 
 
-def test_names_are_shown_as_they_are(tmp_path):
-    """A name with two dollar signs was a formula, a wrong one a traceback; one that began with _ had no entry
-    in the legend; and the names of many bars lay upon each other."""
+def pictures(folder, names):
+    """The figures of runs of these names, in this order, in which no name of a bar lies upon another one."""
     from ds_compress.cli.plots import PLOTS
 
-    names = ["none", "_mine", "lr$10^$", "a run with a long name"]
     for name in names:
-        write_run(tmp_path / name / "csv", 1000)
-    found = sorted(read_runs(tmp_path), key=lambda run: names.index(run.name))
+        write_run(folder / name / "csv", 1000)
+    found = sorted(read_runs(folder), key=lambda run: names.index(run.name))
     figures = [plot(found) for plot in PLOTS.values()]
     for figure in figures:
-        figure.savefig(tmp_path / "picture.png")
-    assert [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()] == names
+        figure.savefig(folder / "picture.png")
     for figure in figures[1:]:
         boxes = [text.get_window_extent() for text in figure.axes[0].get_xticklabels()]
         assert all(one.x1 <= next_one.x0 + 1 for one, next_one in itertools.pairwise(boxes))
+    return figures
+
+
+def test_names_are_shown_as_they_are(tmp_path):
+    """A name with two dollar signs was a formula, a wrong one a traceback; one that began with _ had no entry
+    in the legend; and the names of many bars lay upon each other."""
+    names = ["none", "_mine", "lr$10^$", "a run with a long name"]
+    losses, *_ = pictures(tmp_path, names)
+    assert [text.get_text() for text in losses.axes[0].get_legend().get_texts()] == names
 
 
 def test_pictures_of_many_runs(tmp_path):
     """The legend pushed the losses out of their picture, and names of bars lay upon each other."""
-    from ds_compress.cli.plots import PLOTS
-
-    for number in range(30):
-        write_run(tmp_path / f"a_run_with_a_name_{number}" / "csv", 100)
-    figures = [plot(read_runs(tmp_path)) for plot in PLOTS.values()]
-    for figure in figures:
-        figure.savefig(tmp_path / "picture.png")
-    axes = figures[0].axes[0]
+    losses, *_ = pictures(tmp_path, [f"a_run_with_a_name_{number}" for number in range(30)])
+    axes = losses.axes[0]
     assert axes.get_position().height > 0.8 and axes.get_position().width > 0.6
     frame = axes.get_legend().get_window_extent()
-    assert figures[0].bbox.y0 <= frame.y0 and frame.x1 <= figures[0].bbox.x1
+    assert losses.bbox.y0 <= frame.y0 and frame.x1 <= losses.bbox.x1
     assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines}) == 30
-    for figure in figures[1:]:
-        boxes = [text.get_window_extent() for text in figure.axes[0].get_xticklabels()]
-        assert all(one.x1 <= next_one.x0 + 1 for one, next_one in itertools.pairwise(boxes))
 
 
 def test_without_matplotlib_there_is_still_text(tmp_path, capsys, monkeypatch):
