@@ -159,19 +159,9 @@ def test_a_newcomer_gets_its_anchor_from_one_that_lives(store, monkeypatch):
     assert newcomer.position.round == 0 and torch.equal(newcomer.anchors[0].values, start[0].values)
 
 
-def test_packets_of_one_that_was_killed_leave_the_store(store):
-    """Only who sent a packet deleted it: each kill left some in the store for ever."""
-    first, killed = Launch(store), Launch(store)
-    play([first, killed], [0.1, 0.2])
-    keys = [f"{PREFIX}0/packet/{slot}/{killed.number}" for slot in range(SLOTS)]
-    assert all(store.check([key, f"{key}/0"]) for key in keys)
-    for _ in range(KEPT_ROUNDS):
-        play_without_others([first], [0.1])
-    assert not any(store.check([key]) or store.check([f"{key}/0"]) for key in keys)
-
-
 def test_rounds_of_which_only_the_dead_had_deleted_leave_the_store(store):
-    """Who began to delete later took it that nothing was there before: the first rounds stayed for ever."""
+    """Who began to delete later took it that nothing was there before: the first rounds stayed for ever. And
+    only who sent a packet deleted it: each kill left some."""
     first, second = Launch(store), Launch(store)
     for _ in range(2):
         play([first, second], [0.1, 0.1])
@@ -384,20 +374,16 @@ def test_one_replica_gives_a_newcomer_its_anchor(store):
     assert board.newcomers() == {}
 
 
-def test_a_newcomer_that_a_stranger_made_up_is_none(store):
-    """A number of 5,000 digits ended each exchange in a ValueError."""
-    launch = Launch(store)
+def test_newcomers_that_a_stranger_made_up_are_none(store):
+    """A number of 5,000 digits ended each exchange in a ValueError. What is no text never equalled what was
+    read of it: a replica tried for ever to change it."""
+    slot = Launch(store).slots[0]
     store.set(f"{PREFIX}newcomers", f'{{"{5000 * "9"}": null}}')
-    launch.slots[0].idle()
-    assert launch.slots[0]._board.newcomers() == {}
-
-
-def test_newcomers_are_written_over_what_is_no_text(store):
-    """A replica that wanted to change them tried for ever: what it read never equalled what was there."""
-    board = Launch(store).slots[0]._board
+    slot.idle()
+    assert slot._board.newcomers() == {}
     store.set(f"{PREFIX}newcomers", b"\xff\xfe")
-    board.ask_for_anchor(7)
-    assert board.newcomers() == {7: None}
+    slot._board.ask_for_anchor(7)
+    assert slot._board.newcomers() == {7: None}
 
 
 def test_a_replica_with_another_anchor_than_the_others_is_told(store):
@@ -419,6 +405,14 @@ def clock(monkeypatch):
     for module in (rounds_module, handover):
         monkeypatch.setattr(module, "time", clock)
     return clock
+
+
+def let_time_pass(clock, newcomer, meanwhile=lambda: None):
+    """Until it waits for no anchor any more; `meanwhile`: what another replica does."""
+    while not all(future.done() for future in newcomer.waits):
+        clock.now += 5.0
+        meanwhile()
+        newcomer.slots[0].ended.wait(0.01)
 
 
 def test_one_that_is_behind_hands_over_and_the_newcomer_follows(store):
@@ -448,10 +442,7 @@ def test_one_that_is_too_far_behind_keeps_no_newcomer_waiting(lag, store, reques
     clock = request.getfixturevalue("clock")
     newcomer = newcomer_to(store)
     began = clock.now
-    while not all(future.done() for future in newcomer.waits):
-        clock.now += 5.0
-        behind.slots[0].idle()
-        newcomer.slots[0].ended.wait(0.01)
+    let_time_pass(clock, newcomer, behind.slots[0].idle)
     assert {future.result() for future in newcomer.waits} == {(None, Position(lag + 1, "own"))}
     assert clock.now - began < 360
 
@@ -460,9 +451,7 @@ def test_a_newcomer_to_which_nobody_hands_an_anchor_gives_up(store, clock):
     """The others give signs of life, so it does not go on instead of them; it waited for ever."""
     first = Launch(store)
     newcomer = newcomer_to(store)
-    while not all(future.done() for future in newcomer.waits):
-        clock.now += 5.0
-        first.slots[0].tend()
+    let_time_pass(clock, newcomer, first.slots[0].tend)
     for future in newcomer.waits:
         assert "the anchor of another replica did not come within 360 s" in refusal(future.result)
     assert not [key for key in store.list_keys() if "/anchor/" in key]
@@ -765,10 +754,7 @@ def test_all_slots_of_a_newcomer_have_the_anchor_of_others_or_its_own(store, clo
     and its rank 0 went on with its own."""
     first, newcomer = Launch(store), newcomer_to(store)
     first.slots[0]._board.give_anchor(newcomer.number, 0, first.number)
-    while not all(future.done() for future in newcomer.waits):
-        clock.now += 5.0
-        first.slots[1].idle()
-        newcomer.slots[0].ended.wait(0.01)
+    let_time_pass(clock, newcomer, first.slots[1].idle)
     assert {future.result() for future in newcomer.waits} == {(None, Position(0, "own"))}
     while first.slots[1]._sender._uploads:
         clock.now += 5.0
@@ -783,9 +769,7 @@ def test_a_newcomer_of_which_a_slot_lacks_its_part_hands_nothing_over(store, clo
     while not newcomer.slots[0]._launch.count_caught_up():
         clock.now += handover.LOOK_S
         first.slots[0].idle()
-    while not all(future.done() for future in newcomer.waits):
-        clock.now += 5.0
-        newcomer.slots[0].ended.wait(0.01)
+    let_time_pass(clock, newcomer)
     assert all("did not come within 360 s" in refusal(future.result) for future in newcomer.waits)
     assert not newcomer.slots[0]._sender.has_anchor
 
