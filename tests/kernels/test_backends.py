@@ -130,10 +130,6 @@ def test_triton_that_cannot_launch_is_not_used(caplog, asked_again):
     assert backends.kernels(CPU) is cpu
 
 
-def test_plain_torch_serves_devices_that_nothing_else_knows():
-    assert backends.kernels(torch.device("meta")) is reference
-
-
 def backend_with(**functions):
     """The reference as a backend of its own, with other `functions`."""
     return backends.Backend("changed", {**reference.functions, **functions})
