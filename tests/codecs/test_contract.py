@@ -64,7 +64,6 @@ Random = sends(lambda x: x * (1 + torch.rand_like(x) / 1000))
 Counting = sends(lambda x: x * (1 + next(NUMBERS) / 1000))
 # a third is exact in the default dtype only
 Ambient = sends(lambda x: x.double() * (1 + 1e6 * (torch.tensor(1 / 3, device=x.device).double() - 1 / 3)))
-Seeds = sends(lambda x: [x, torch.manual_seed(1)][0])
 InPlace = sends(lambda x: x.mul_(1.001))
 Flattening = sends(lambda x: x.as_strided(x.shape, torch.empty(x.shape, device="cpu").stride()))
 HidesNan = sends(torch.nan_to_num)
@@ -161,7 +160,6 @@ BROKEN = {
     DeclaredOneShape: "refuses [2, 4, 256] in fp32, bf16 and fp16: only [3, 5]",
     Crashing: "encode raised RuntimeError: view size is not compatible",
     Random: "uses torch's own generator, which training draws from; see ctx.generator, at float32 []",
-    Seeds: "uses torch's own generator, which training draws from; see ctx.generator, at float32 []",
     Counting: "sends other bytes for an equal message and context, at float32 [3, 5]",
     Ambient: "sends other bytes for an equal message and context, at float32 [3, 5]",
     InPlace: "encode modifies its input, at float32 []",
