@@ -108,14 +108,9 @@ def test_of_a_conversation_what_the_assistant_says_is_learned():
     assert learned == "sees </s> hears </s>"
 
 
-def begin_texts(known):
-    """Let a tokenizer begin texts with its begin-of-text token."""
-    added = (known.bos_token, known.bos_token_id)
-    known.backend_tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[added])
-
-
 def test_a_text_begins_as_the_tokenizer_begins_it():
-    """Llama 3, Gemma and Mistral expect the token there; they were trained without it, and asked with it."""
+    """Llama 3, Gemma and Mistral expect the token there; they were trained without it, and asked with it. And
+    conversations that a template of Llama 3 had written, as "text", began twice."""
     known = tokenizer()
     known.add_special_tokens({"bos_token": "<s>"})
     records = [{"text": "the cat"}, {"prompt": "the cat", "completion": "sees"}, turns("the cat", "sees")]
@@ -124,17 +119,11 @@ def test_a_text_begins_as_the_tokenizer_begins_it():
         return [known.decode(document.ids).split()[0] for document in tokenize(records, known, "data.train")]
 
     assert begins() == ["the", "the", "<user>"]
-    begin_texts(known)
+    added = (known.bos_token, known.bos_token_id)
+    known.backend_tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[added])
     assert begins() == ["<s>", "<s>", "<user>"]  # the template writes what a conversation begins with
-
-
-def test_a_text_that_its_record_begins_so_begins_once():
-    """Conversations that a template of Llama 3 had written, as "text", began twice."""
-    known = tokenizer()
-    known.add_special_tokens({"bos_token": "<s>"})
-    begin_texts(known)
-    records = [{"text": "<s> the cat"}, {"prompt": "<s> the cat", "completion": "sees"}]
-    for document in tokenize(records, known, "data.train"):
+    begun = [{"text": "<s> the cat"}, {"prompt": "<s> the cat", "completion": "sees"}]
+    for document in tokenize(begun, known, "data.train"):
         assert known.decode(document.ids).count("<s>") == 1
 
 

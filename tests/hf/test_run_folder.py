@@ -56,6 +56,12 @@ def trained(tmp_path_factory):
     return path, found[0]
 
 
+@pytest.fixture
+def copy(trained, tmp_path):
+    """A folder like that of the run, which a test may damage."""
+    return shutil.copytree(trained[0].parent, tmp_path / "copy")
+
+
 def test_a_run_goes_on_and_is_merged_on_the_first_machine(trained, tmp_path):
     path, after = trained
     out = path.parent / "machine0"
@@ -67,9 +73,7 @@ def test_a_run_goes_on_and_is_merged_on_the_first_machine(trained, tmp_path):
     assert losses(out) == losses(tmp_path / "shared" / "out")
 
 
-def test_a_machine_that_lost_its_checkpoint_is_named_on_every_rank(trained, tmp_path):
-    copy = tmp_path / "copy"
-    shutil.copytree(trained[0].parent, copy)
+def test_a_machine_that_lost_its_checkpoint_is_named_on_every_rank(copy):
     for lost in ("layer_03-model_states.pt", "mp_rank_01_model_states.pt"):
         (copy / "machine1" / "step4" / lost).unlink()
         first, second = run_ranks(2, refusal, finetune, copy / "train.json", 6)
@@ -87,20 +91,16 @@ def finetune_alone(path, steps):
 
 @pytest.mark.parametrize("name", ["layer_03-model_states.pt", "mp_rank_01_model_states.pt"])
 @pytest.mark.extended(keep=1)
-def test_a_file_that_is_damaged_is_named(trained, tmp_path, name):
+def test_a_file_that_is_damaged_is_named(copy, name):
     """A copy that was cut short ended in `EOFError: Ran out of input`, of a file that nothing named."""
-    copy = tmp_path / "copy"
-    shutil.copytree(trained[0].parent, copy)
     (copy / "machine1" / "step4" / name).write_bytes(b"")
     for said in run_ranks(2, finetune_alone, copy / "train.json", 6, check=False):
         assert f"machine1/step4/{name} cannot be read: copy it again, or name an earlier" in said
 
 
-def test_a_machine_whose_settings_are_damaged_goes_on_with_the_others(trained, tmp_path):
+def test_a_machine_whose_settings_are_damaged_goes_on_with_the_others(trained, copy):
     """It compared them with nothing, and was in another collective than the others."""
-    path, after = trained
-    copy = tmp_path / "copy"
-    shutil.copytree(path.parent, copy)
+    _, after = trained
     (copy / "machine1" / "train.json").write_text("{")
     assert run_ranks(2, finetune, copy / "train.json", 4) == [after, after]
 
@@ -158,17 +158,12 @@ def collect(folder, rank, file):
     return refusal(RunFolder(path, 1).collect_weights, 1)
 
 
-def test_weights_that_cannot_be_written_are_said_on_every_rank(tmp_path):
-    first, second = run_ranks(2, collect, tmp_path, 0, f"{WEIGHTS}.part")
-    assert "layer_03-model_states.pt.part cannot be written: IsADirectoryError: " in first
-    assert second == f"{first} [rank 0]"
-
-
-def test_weights_that_cannot_be_read_are_said_on_every_rank(tmp_path):
+@pytest.mark.parametrize("rank, file, doing", [(0, f"{WEIGHTS}.part", "written"), (1, WEIGHTS, "read")])
+def test_weights_that_cannot_be_collected_are_said_on_every_rank(tmp_path, rank, file, doing):
     """The others said only that their connection to it was lost."""
-    first, second = run_ranks(2, collect, tmp_path, 1, WEIGHTS)
-    assert "layer_03-model_states.pt cannot be read: IsADirectoryError: " in second
-    assert first == f"{second} [rank 1]"
+    said = run_ranks(2, collect, tmp_path, rank, file)
+    assert f"{file} cannot be {doing}: IsADirectoryError: " in said[rank]
+    assert said[1 - rank] == f"{said[rank]} [rank {rank}]"
 
 
 def allow_files_up_to(size):
