@@ -100,22 +100,19 @@ def test_a_one_stage_pipeline_module_is_simulated_in_place():
     assert run_ranks(1, losses)[0] == run_ranks(2, pipeline.train, 2, config)[0]["losses"]
 
 
-def test_recomputed_layers_are_refused():
-    """DeepSpeed had counted the layers before there were boundaries: the last one was left out silently."""
-    config = ds_config({}, pipeline={"activation_checkpoint_interval": 1})
-    (line,) = run_ranks(1, lambda: refusal(simulate, pipeline.build(1, config).module, config, [4]))
+def test_recomputed_layers_are_refused_where_there_are_boundaries():
+    """DeepSpeed had counted the layers before there were boundaries: the last one was left out silently. Then
+    they were refused where compression is off, too."""
+    recomputing = {"pipeline": {"activation_checkpoint_interval": 1}}
+    on, off = (ds_config(block, **recomputing) for block in ({}, {"enabled": False}))
+
+    def simulate_twice():
+        module = pipeline.build(1, on).module
+        return simulate(module, off, [4]) is module, refusal(simulate, module, on, [4])
+
+    ((is_left, line),) = run_ranks(1, simulate_twice)
+    assert is_left
     assert "activation_checkpoint_interval 1 of the PipelineModule" in line and "allowed: 0" in line
-
-
-def test_recomputed_layers_are_left_alone_where_compression_is_off():
-    """They were refused, though there are no boundaries."""
-    config = ds_config({"enabled": False}, pipeline={"activation_checkpoint_interval": 1})
-
-    def is_left():
-        module = pipeline.build(1, config).module
-        return simulate(module, config, [4]) is module
-
-    assert run_ranks(1, is_left) == [True]
 
 
 def test_evaluation_sees_what_the_step_before_it_learned():
