@@ -32,12 +32,6 @@ def digests(engine, role="mirror"):
     return found
 
 
-def state(engine):
-    """What the boundaries of this rank remember, with its keys."""
-    memories = [memory for each in engine.ds_compress.stage.boundaries for memory in each.memory.values()]
-    return [entry for memory in memories for entry in memory.items()]
-
-
 def train(stages, config, steps, dtype=torch.float32):
     """Of each step the loss, how many were skipped and the loss scale; states of this rank, their hashes."""
     get_accelerator().is_fp16_supported = lambda: True  # it computes, if slowly
@@ -48,7 +42,7 @@ def train(stages, config, steps, dtype=torch.float32):
         found["losses"].append(engine.train_batch(data).item())
         found["skipped"].append(engine.skipped_steps)
         found["scales"].append(getattr(engine.optimizer, "loss_scale", 1.0))
-    return {**found, "state": state(engine), "digests": digests(engine)}
+    return {**found, "state": pipeline.channel_state(engine), "digests": digests(engine)}
 
 
 def assert_sides_equal(ranks, count):
@@ -95,7 +89,7 @@ def test_fp16_survives_overflow(feedback):
     assert first["scales"] == last["scales"] and len(set(first["scales"])) > 5
     assert all(torch.tensor(first["losses"]).isfinite())
     assert first["losses"][-1] < 0.9 * first["losses"][0]
-    states = [entry for rank in (first, middle, last) for entry in rank["state"]]
+    states = [entry for rank in (first, middle, last) for entry in rank["state"].items()]
     assert all(value.float().isfinite().all() for _, value in states)
     # scaled units would make the residuals of gradients as large as the loss scale
     kept = [value.float() for key, value in states if "backward" in key and "codes" not in key]
@@ -144,7 +138,7 @@ def run(stages, config, samples, epochs, evaluate=False):
                 engine.eval_batch(others)
         forward = (c.sent for c in engine.ds_compress.stage.sending if c.direction == "forward")
         forward_bytes.append(sum(sent.wire_bytes for sent in forward))
-    nbytes = sum(value.nbytes for _, value in state(engine))
+    nbytes = sum(value.nbytes for value in pipeline.channel_state(engine).values())
     return {"losses": losses, "bytes": forward_bytes, "digests": digests(engine), "memory": nbytes}
 
 
