@@ -72,7 +72,6 @@ class Lookahead:
             depth: of the links.
             in_order: let no message leave early.
         """
-        self.in_order = in_order
         self.plain = isinstance(pipe_schedule, schedule.PipeSchedule) and all(
             getattr(type(pipe_schedule), name) is getattr(schedule.PipeSchedule, name)
             for name in ("__iter__", "__next__")
@@ -93,8 +92,12 @@ class Lookahead:
             self._flat += instructions
         self.counts = Counter(map(type, self._flat))
         self._sends = {kind: deque(_indices(self._flat, kind)) for kind in MADE_BY}  # that may not have left
-        self.early = {} if in_order else _early(self._flat, packets_in_flight(depth))
+        self.early = _early(self._flat, packets_in_flight(depth))
         """Index of the send instruction whose message may leave early, by index of what computes it."""
+
+        self._in_order = in_order
+        self.has_kept = False
+        """Whether a message stays for `in_order` alone."""
 
     def steps(self) -> Iterator[list[Any]]:
         """Iterate over the schedule's steps, and track the instructions as they run."""
@@ -125,6 +128,9 @@ class Lookahead:
         while waiting and waiting[0] < index:  # left in its own place
             waiting.popleft()
         if not waiting or waiting[0] != send:
+            return False
+        if self._in_order:
+            self.has_kept = True
             return False
         self.left.add(waiting.popleft())
         return True

@@ -316,6 +316,6 @@ class MessagePath:
             several = ", connections auto, 1 because of dynamic_shape"
         if self.engine.dynamic_shape and not self.stage.shape_links:
             return f"eager{depth}{several}, activations in DeepSpeed's order because of dynamic_shape"
-        if self.lookahead.left or self.lookahead.in_order or not self.stage.ends:
+        if self.lookahead.left or self.lookahead.has_kept or not self.stage.ends:
             return f"eager{depth}{several}"
         return f"eager{depth}{several}, but every message in the order of the schedule"

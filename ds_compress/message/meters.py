@@ -4,7 +4,7 @@ Meters keep clock marks and device tensors, and compute numbers when `values` is
 for a device. An error in measuring is kept as text and does not stop the message.
 """
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,10 +65,11 @@ class SendingMeter(_Meter):
         "send_ms",
     )
 
-    def __init__(self, clock: HostClock, compared: Container[int], gradients: GradientError | None = None):
+    def __init__(self, clock: HostClock, compared: Collection[int], gradients: GradientError | None = None):
         """
         Args:
-            compared: micro-batches of the messages that are compared; the error is that of the first.
+            compared: micro-batches of the messages that are compared; the error is that of the first. None:
+                only time is measured.
             gradients: takes note of all of them; None: they are activations.
         """
         super().__init__(clock)
@@ -89,6 +90,8 @@ class SendingMeter(_Meter):
         """Measure what the packet did to the message."""
         encoded, listener, self._listener = message.encoded, self._listener, None
         assert encoded is not None
+        if not self._compared:
+            return
         with self._measuring():
             layout = encoded.layout
             counts = _counting(layout.exempt)

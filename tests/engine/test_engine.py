@@ -33,6 +33,7 @@ from tests.support.pipeline_kinds import train as train_kind
 from tests.support.programs import program, with_schedule
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
+from tests.transport.streams import install
 
 TOPK = reusing(0.1, min_numel=0)
 LINKS = ["blocking", "eager"]
@@ -153,10 +154,12 @@ LINES = [
 ]
 
 
-def active_lines():
+def active_lines(cases, over_nccl=False):
     """Return the start-up lines of each program on this rank."""
+    if over_nccl:
+        install(staged=False)
     found = []
-    for kind, block, _ in LINES:
+    for kind, block, _ in cases:
         with printed_lines("active") as lines:
             train_kind(replace(kind, steps=1), block)
         found.append(lines)
@@ -164,9 +167,16 @@ def active_lines():
 
 
 def test_the_line():
-    first, other = run_ranks(2, active_lines)
+    first, other = run_ranks(2, active_lines, LINES)
     assert not any(other)
     for (line,), (_, block, expected) in zip(first, LINES, strict=True):
+        assert expected in line, block
+
+
+def test_the_line_over_nccl_says_what_later_steps_do():
+    """It is printed after the first one, which is in the order of the schedule whatever the next ones are."""
+    cases = [case for case in LINES if not case[0].module]
+    for (line,), (_, block, expected) in zip(run_ranks(2, active_lines, cases, True)[0], cases, strict=True):
         assert expected in line, block
 
 

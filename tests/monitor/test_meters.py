@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_compress.config import Config
 from ds_compress.message.channel import Boundary, Channel
@@ -12,6 +13,7 @@ from ds_compress.message.channel_end import SendingEnd
 from ds_compress.message.clock import HostClock
 from ds_compress.message.gradient_error import AVERAGED, GradientError, estimate_gradient_error
 from ds_compress.message.meters import SendingMeter
+from ds_compress.message.observer import Observer
 from ds_compress.monitor import lines
 from ds_compress.monitor.guard_limits import MessageQuality
 from ds_compress.monitor.metrics import residual_values
@@ -52,6 +54,27 @@ def test_messages_that_are_not_finite_are_counted(bad, share):
             assert all(math.isnan(values[each]) for each in ("relative_error", "token_error", "cosine"))
         else:
             assert 0 < values["relative_error"] < 2**-8 and values["cosine"] == pytest.approx(1, abs=1e-4)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is computed."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_meter_of_time_alone_computes_nothing():
+    """Over NCCL the first step that recipe auto measures would have had kernels that none before it had."""
+    boundary, counts = Boundary(0, Config({"forward": {"codec": "bf16"}, "min_numel": 0})), []
+    meter = SendingMeter(HostClock(), ())
+    for observer in (Observer(), Observer(), meter):  # the first time the layout is made
+        with Operations() as operations:
+            transmit(boundary.forward, observer, 0, 0, torch.ones(64))
+        counts.append(operations.count)
+    assert counts[1] == counts[2] > 0 and meter.values()["step_messages"] == 1
 
 
 def gradient_error(steps):

@@ -108,6 +108,11 @@ def deadlocks(ranks, are_new=False):
     return {way: found for way in ways if (found := _deadlock(ranks, are_new, *way))}
 
 
+def apart(launch, other):
+    """Whether they are not of one batch."""
+    return launch.batch is None or launch.batch != other.batch
+
+
 def _deadlock(ranks, are_new, has_device_id, has_one_queue):
     waits = defaultdict(set)
     for rank, launches in enumerate(ranks):
@@ -124,7 +129,8 @@ def _deadlock(ranks, are_new, has_device_id, has_one_queue):
             last[communicator] = launch.batch, earlier, own
             started, transfer = ("started", rank, number), ("done", *launch.way, counts[launch.way])
             counts[launch.way] += 1
-            needs = launch.stream | launch.host | set(range(number if are_new else 0))
+            before = launches[:number] if are_new else []
+            needs = launch.stream | launch.host | {n for n, each in enumerate(before) if apart(each, launch)}
             if has_one_queue:
                 needs |= launch.device
                 waits[started] |= {("started", rank, number - 1)} if number else set()

@@ -68,6 +68,16 @@ def test_no_depth_locks(stages, depth):
     assert not at_depth(stages, depth)
 
 
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.extended(keep=2)
+def test_no_kind_of_pipeline_locks_in_its_first_step(name):
+    """CUDA loads a kernel when it is first launched, and may wait for the device then."""
+    kind = replace(KINDS[name], steps=1)
+    if not kind.possible():
+        pytest.skip("DeepSpeed itself cannot do this here")
+    assert not found(kind.world_size, train, kind, alike({"name": "quantize", "bits": 4}), are_new=True)
+
+
 def new_kernels(stages, depth, micro_batches):
     """Every step has kernels that none before it had: those of the model, of metrics, and of two codecs."""
     block = {"link": {"depth": depth}, "warmup_steps": 2, "monitor": {"every": 2}, "min_numel": 0}
@@ -83,8 +93,7 @@ def new_kernels(stages, depth, micro_batches):
 @pytest.mark.parametrize("stages, depth", [(2, 3), *itertools.product((2, 3, 4), (1, 2))])
 @pytest.mark.extended(keep=1)
 def test_loading_kernels_does_not_lock(stages, depth):
-    """CUDA loads a kernel when it is first launched, and may wait for the device then. Both ranks waited so,
-    each with a packet under way that the other one had not come to."""
+    """Both ranks waited so, each with a packet under way that the other one had not come to."""
     assert not found(stages, new_kernels, stages, depth, 3 * depth + 2 * stages, are_new=True)
 
 
