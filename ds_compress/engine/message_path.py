@@ -65,9 +65,9 @@ class MessagePath:
         used = {channel.codec.name for b in self.stage.boundaries for channel in b.channels}
         is_lossy = config.quality is not None or used - {"none"}
         follows = is_lossy and config.block.tensors == "large"
-        self._settings: object = None  # those in force
-        self._have_run = set[tuple[bool, int]]()  # kinds of schedules with these settings
         self.tracking = DependencyTracker(engine.module) if follows else None
+        self._settings: object = None  # those of the latest training schedule
+        self._have_run = set[tuple[bool, int]]()  # its kinds with them: is the warm-up over, observers
 
     @staticmethod
     def check(config: Config, stages: int) -> int:
@@ -264,9 +264,10 @@ class MessagePath:
     def must_run_in_order(self, context: StepContext) -> bool:
         """Return whether the schedule that begins now has to send and receive in DeepSpeed's own order.
 
-        A device that loads a kernel may wait until all others have ended (CUDA_MODULE_LOADING, "lazy" if it
-        is not set), and those of NCCL end when the neighbour takes part: two ranks would wait for each other.
-        DeepSpeed's order has no such circle, so the first schedule of new kernels runs in it.
+        It is asked once for each, as it remembers them. A device that loads a kernel may wait until all others
+        have ended (CUDA_MODULE_LOADING, "lazy" if it is not set), and those of NCCL end when the neighbour takes
+        part: two ranks would wait for each other. DeepSpeed's order has no such circle, so the first schedule of
+        new kernels runs in it.
         """
         config = self.config
         if not context.training or not receives_hold_device(self.engine.device):

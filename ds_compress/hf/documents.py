@@ -47,10 +47,8 @@ def read_records(source: str, data: Data) -> Iterable[dict[str, Any]]:
         if path.suffix in LOADERS:
             files = glob.escape(str(path)) if path.exists() else source  # which may be a pattern, or a URL
             if path.suffix == ".txt":
-                whole = {
-                    "sample_by": "document",
-                    "encoding": "utf-8-sig",
-                }  # else one of its lines is a record
+                # by default each line is a record
+                whole = {"sample_by": "document", "encoding": "utf-8-sig"}
                 texts = load_dataset("text", data_files=files, split="train", **whole)["text"]
                 return ({"text": part} for text in texts for part in split_text(text, data.documents))
             return load_dataset(LOADERS[path.suffix], data_files=files, split="train")

@@ -68,8 +68,8 @@ class SendingMeter(_Meter):
     def __init__(self, clock: HostClock, compared: Collection[int], gradients: GradientError | None = None):
         """
         Args:
-            compared: micro-batches of the messages that are compared; the error is that of the first. None:
-                only time is measured.
+            compared: micro-batches of the messages that are compared; the error is that of the first.
+                Empty: only time is measured.
             gradients: takes note of all of them; None: they are activations.
         """
         super().__init__(clock)
