@@ -264,10 +264,10 @@ class MessagePath:
     def must_run_in_order(self, context: StepContext) -> bool:
         """Return whether the schedule that begins now has to send and receive in DeepSpeed's own order.
 
-        It is asked once for each, as it remembers them. A device that loads a kernel may wait until all others
-        have ended (CUDA_MODULE_LOADING, "lazy" if it is not set), and those of NCCL end when the neighbour takes
-        part: two ranks would wait for each other. DeepSpeed's order has no such circle, so the first schedule of
-        new kernels runs in it.
+        It is asked once for each, as it remembers them. A device that loads a kernel may wait until all
+        others have ended (CUDA_MODULE_LOADING, "lazy" if it is not set), and those of NCCL end when the
+        neighbour takes part: two ranks would wait for each other. DeepSpeed's order has no such circle, so
+        the first schedule of new kernels runs in it.
         """
         config = self.config
         if not context.training or not receives_hold_device(self.engine.device):
