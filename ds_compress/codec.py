@@ -26,13 +26,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ds_compress.errors import CompressionError
 from ds_compress.registry import Named, Options, Registry
+from ds_compress.stability import Stability
 
 Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 Parts = tuple[Tensor, ...]
@@ -138,30 +139,6 @@ class Context(MessageId):
             *uses,
         )
         return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=8).digest(), "little")
-
-
-@dataclass(frozen=True)
-class Stability:
-    """How much of a message a codec loses at worst, or on average if the loss is random."""
-
-    constant: float
-    """The root of the expected ||x - C(x)||^2 / ||x||^2, of any x. Below 1 the codec is a contraction: the
-    residual of error feedback stays below constant / (1 - constant) times the largest message."""
-    unbiased: bool = False
-    """Whether the mean of many decoded messages of one x approaches x."""
-    norm: Literal["l2", "max"] = "l2"
-    """Norm of the constant; max: the largest magnitude, of rotated values if the codec rotates."""
-
-    @property
-    def kind(self) -> str:
-        """Return one of "contraction", "unbiased" and "neither"."""
-        return "contraction" if self.constant < 1 else "unbiased" if self.unbiased else "neither"
-
-    def __str__(self) -> str:
-        norm = " of the largest magnitude" if self.norm == "max" else ""
-        lost = "an unknown part" if math.isinf(self.constant) else f"{self.constant:.3g}{norm}"
-        also = ", unbiased" if self.unbiased and self.kind != "unbiased" else ""
-        return f"{self.kind}{also}: loses at most {lost}"
 
 
 TYPICAL = TensorSpec((8, 64, 768), torch.float32)
@@ -285,27 +262,6 @@ def build(choice: object, path: str = "codec") -> Codec:
 def bytes_of(layout: Layout) -> int:
     """Return the bytes of all parts of `layout`, without a header."""
     return sum(TensorSpec(*part).nbytes for part in layout)
-
-
-def fill(destinations: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-    """Copy payload tensors to `destinations`, unless they are there already.
-
-    Raises:
-        CompressionError: the number of parts, or the shape or dtype of one, is not that of the layout.
-    """
-    if len(parts) != len(destinations):
-        raise CompressionError(
-            f"packet: {len(parts)} payload tensors came, the layout has {len(destinations)}"
-        )
-    for destination, part in zip(destinations, parts):
-        if part is destination:
-            continue
-        if part.shape != destination.shape or part.dtype != destination.dtype:
-            raise CompressionError(
-                f"packet: payload of {tuple(part.shape)} {part.dtype} came, "
-                f"the layout says {tuple(destination.shape)} {destination.dtype}"
-            )
-        destination.copy_(part)
 
 
 def check_accepted(codec: Codec, spec: TensorSpec, place: str) -> None:

@@ -20,11 +20,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ds_compress.codec import CODECS, Codec, Context, Layout, TensorSpec, build, fill
+from ds_compress.codec import CODECS, Codec, Context, Layout, TensorSpec, build
 from ds_compress.codecs.message_error import measure_error
 from ds_compress.codecs.mixins import FollowsForward, VariableSizePayload
 from ds_compress.codecs.shapes import matrix_shape
 from ds_compress.errors import CompressionError, in_one_line
+from ds_compress.kernels.memory import fill
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SHAPES = ((), (0,), (1,), (3, 5), (2, 0, 4), (2, 7, 13), (4, 128), (2, 3, 256))

@@ -4,7 +4,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ds_compress.codec import Codec, CodecOptions, Context, Layout, Stability, TensorSpec, register
+from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
 from ds_compress.codecs import bounds
 from ds_compress.codecs.shapes import (
     clear_rows,
@@ -18,6 +18,7 @@ from ds_compress.codecs.shapes import (
 )
 from ds_compress.kernels.numerics import as_divisor, saturate
 from ds_compress.kernels.quantize.bits import pack, packed_size, unpack
+from ds_compress.stability import Stability
 
 
 @register("minmax")

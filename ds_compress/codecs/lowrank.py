@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ds_compress.codec import Codec, CodecOptions, Context, Layout, Stability, TensorSpec, register
+from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
 from ds_compress.codecs import bounds
 from ds_compress.codecs.mixins import Stateful, check_entry, parse_size
 from ds_compress.codecs.shapes import (
@@ -18,6 +18,7 @@ from ds_compress.codecs.shapes import (
     matrix_shape,
 )
 from ds_compress.kernels.numerics import LARGEST_FACTOR, cast, is_finite, saturate
+from ds_compress.stability import Stability
 
 
 @register("lowrank")

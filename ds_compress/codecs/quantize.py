@@ -9,7 +9,7 @@ import torch
 from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
-from ds_compress.codec import Codec, CodecOptions, Context, Layout, Parts, Stability, TensorSpec, register
+from ds_compress.codec import Codec, CodecOptions, Context, Layout, Parts, TensorSpec, register
 from ds_compress.codecs import bounds
 from ds_compress.codecs.shapes import (
     GroupSize,
@@ -27,6 +27,7 @@ from ds_compress.kernels.numerics import is_readable
 from ds_compress.kernels.quantize.bits import packed_size
 from ds_compress.kernels.quantize.grid import Grid
 from ds_compress.kernels.quantize.hadamard import cut_growth, key_of
+from ds_compress.stability import Stability
 
 _MADE = (torch.float32, torch.bfloat16)
 """Dtypes that kernels decode to."""

@@ -14,23 +14,14 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from ds_compress.codec import (
-    Codec,
-    CodecOptions,
-    Context,
-    Layout,
-    Parts,
-    Stability,
-    TensorSpec,
-    build,
-    register,
-)
+from ds_compress.codec import Codec, CodecOptions, Context, Layout, Parts, TensorSpec, build, register
 from ds_compress.codecs import bounds
 from ds_compress.codecs.mixins import Selects, VariableSizePayload
 from ds_compress.codecs.shapes import clear_rows, matrix_shape, pack_rows, row_bits, zero_rows
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.topk.selection import Selection
+from ds_compress.stability import Stability
 
 NARROW = 32
 """Values of a row for which a bit is a small part of a packet."""

@@ -7,16 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_compress.codec import (
-    Codec,
-    CodecOptions,
-    Context,
-    Layout,
-    Parts,
-    Stability,
-    TensorSpec,
-    register,
-)
+from ds_compress.codec import Codec, CodecOptions, Context, Layout, Parts, TensorSpec, register
 from ds_compress.codecs import bounds
 from ds_compress.codecs.mixins import FollowsForward, Selects, layers
 from ds_compress.codecs.sidco import above_threshold, least_share
@@ -24,6 +15,7 @@ from ds_compress.codecs.sparse import Sparse, SparseOptions, count_kept, gather,
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.topk import index_coding as coding
 from ds_compress.kernels.topk.selection import Selection, largest
+from ds_compress.stability import Stability
 
 
 class _TopKPlan(NamedTuple):

@@ -20,6 +20,7 @@ from ds_compress.engine.deepspeed import (
     is_dualpipev,
     is_pipeline,
     p2p,
+    steps_per_epoch,
 )
 from ds_compress.engine.deepspeed import prepare as prepare
 from ds_compress.engine.handshake import SharedWarning, agree, numerics_to_match
@@ -27,7 +28,7 @@ from ds_compress.engine.intercept import PointToPoint
 from ds_compress.engine.message_path import MessagePath
 from ds_compress.engine.mixin import CompressedEngine
 from ds_compress.engine.optimizers import check_optimizer
-from ds_compress.engine.session import Session, steps_per_epoch
+from ds_compress.engine.session import Session
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.backends import kernels
 from ds_compress.runtime.watchdog import Watchdog

@@ -247,6 +247,15 @@ def loss_scale(engine: Any) -> float:
     return float(engine.optimizer.loss_scale) if engine.fp16_enabled() and engine.optimizer else 1.0
 
 
+def steps_per_epoch(engine: PipelineEngine) -> int | None:
+    """Return the training steps in one pass over the data that DeepSpeed was given; None if their number is
+    not known."""
+    try:
+        return -(-len(engine.training_data) // engine.train_batch_size())
+    except TypeError:
+        return None
+
+
 def instruction_map(engine: Any) -> Any:
     """Return the functions of an engine, or of its class, by instruction."""
     return engine._INSTRUCTION_MAP

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ds_compress.checkpoint.search import Side
 from ds_compress.config import Config
+from ds_compress.engine import expected
 from ds_compress.engine.deepspeed import (
     PipelineEngine,
     instruction_map,
@@ -19,7 +20,7 @@ from ds_compress.engine.deepspeed import (
     loss_scale,
 )
 from ds_compress.engine.handshake import SharedWarning
-from ds_compress.engine.intercept import PointToPoint, Receiving, Sending, Specs, is_alike, refuse
+from ds_compress.engine.intercept import PointToPoint, Receiving, Sending, Specs
 from ds_compress.engine.lookahead import ORDERED, Lookahead
 from ds_compress.engine.stage import Stage, StepContext
 from ds_compress.engine.wiring import wire
@@ -131,7 +132,7 @@ class MessagePath:
         if training or not engine.is_last_stage():
             self.post_activations()
         if stage.after is not None and training and engine.grad_layer is not None:
-            stage.post_receives(schedule.RecvGrad, self._gradients_received())
+            stage.post_receives(schedule.RecvGrad, expected.gradients_received(engine, stage))
 
     def post_activations(self) -> None:
         """Let activations be received ahead; in evaluation the last stage waits until it has loaded data. If
@@ -150,11 +151,11 @@ class MessagePath:
             stage.enter_unscheduled(self.step_context())
         end = stage.senders[instruction, 0]
         before, forward = end.messages, instruction is schedule.SendActivation
-        gradients = () if forward else self._gradients_sent(buffer_id)
+        gradients = () if forward else expected.gradients_sent(engine, buffer_id)
         sending = Sending(
             stage=engine.next_stage if forward else engine.prev_stage,
             channel=end.channel,
-            expected=functools.partial(self._expected, end.channel, lambda: gradients),
+            expected=functools.partial(expected.next_message, stage, end.channel, lambda: gradients),
             dispatch=functools.partial(stage.dispatch, instruction, buffer_id),
             is_one_message=forward and is_deepspeeds(run.func),
         )
@@ -182,10 +183,11 @@ class MessagePath:
         before, forward = end.messages, instruction is schedule.RecvActivation
         is_own = is_deepspeeds(run.func)
         if not forward and is_own:
-            self._check_gradients(buffer_id, end.channel.boundary)
+            expected.check_gradients(engine, buffer_id, end.channel.boundary)
+        gradients = functools.partial(expected.gradients_received, engine, stage)
         receiving = Receiving(
             stage=engine.prev_stage if forward else engine.next_stage,
-            expected=functools.partial(self._expected, end.channel, self._gradients_received),
+            expected=functools.partial(expected.next_message, stage, end.channel, gradients),
             fetch=functools.partial(stage.fetch, instruction, buffer_id),
             copies=not is_own,
         )
@@ -208,49 +210,6 @@ class MessagePath:
         if forward or (gradients and number in stage.announced):
             self.config.refuse_if_required(f"{channel.place}: {why}")
             self._left_alone.log(f"{channel.place}: left to DeepSpeed, uncompressed: {why}")
-
-    def _expected(self, channel: Channel, gradients: Callable[[], Specs]) -> Specs | None:
-        """Return tensors like those of the next message of `channel`, `gradients()` if it goes backward; None
-        where it is left to DeepSpeed."""
-        announced = self.stage.announced.get(channel.boundary.number)
-        return announced if announced is None or channel.direction == "forward" else gradients()
-
-    def _gradients_sent(self, buffer_id: int) -> Specs:
-        """Return tensors like the gradients that are sent next; none if they are not known."""
-        inputs = self.engine.pipe_buffers["inputs"][buffer_id]
-        if self.engine.is_grad_partitioned:
-            return ()
-        if isinstance(inputs, Tensor):
-            return (inputs,)
-        return [tensor for tensor in tensors_in(inputs) or () if tensor.is_floating_point()]
-
-    def _gradients_received(self) -> Specs:
-        """Return tensors like the gradients that are received next, in the shapes that their sender knows.
-
-        With `dynamic_shape` later activations may have been announced since theirs left; `grad_layer` is then
-        like the outputs of this micro-batch.
-        """
-        layer = self.engine.grad_layer
-        found = (layer,) if torch.is_tensor(layer) else tensors_in(layer)
-        if found is not None and self.engine.dynamic_shape:
-            return found
-        number = self.boundary_of_shapes(sends=True).number
-        announced = [spec for spec in self.stage.announced.get(number, ()) if spec.dtype.is_floating_point]
-        if found is None or (len(found) == len(announced) and all(map(is_alike, found, announced))):
-            return announced
-        return found
-
-    def _check_gradients(self, buffer_id: int, boundary: Boundary) -> None:
-        """Refuse gradients that autograd would: DeepSpeed receives all in the shapes of the first ones."""
-        engine, layer = self.engine, self.engine.grad_layer
-        if layer is None or engine.dynamic_shape or engine.is_pipe_partitioned:
-            return
-        outputs = as_list(engine.pipe_buffers["outputs"][buffer_id])
-        floats = [tensor for tensor in outputs if tensor.is_floating_point()]
-        gradients = as_list(layer)
-        for number, (output, gradient) in enumerate(zip(floats, gradients)):
-            if output.shape != gradient.shape:
-                refuse(boundary.forward, number, output, gradients)
 
     def may_leave_early(self, send: type) -> bool:
         """Return whether the send instruction of class `send` does nothing but send a packet. Another one

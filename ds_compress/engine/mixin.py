@@ -7,8 +7,6 @@ ds_compress sets on an engine is its `Session`.
 """
 
 import contextlib
-import itertools
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,18 +18,15 @@ from torch import Tensor
 
 from ds_compress.checkpoint import checkpointer
 from ds_compress.engine.deepspeed import PipelineEngine
+from ds_compress.engine.evaluation import evaluate_both
 from ds_compress.engine.intercept import ShapeMessage, receiving
 from ds_compress.engine.session import Session
 from ds_compress.engine.tied import reduce_tied_gradients
-from ds_compress.message.channel import Mode
 from ds_compress.message.layout import tensors_in
-from ds_compress.monitor.metrics import EVAL_LOSS
 
 _UNTIMED = contextlib.nullcontext()
 SENDS = schedule.SendActivation, schedule.SendGrad
 RECEIVES = schedule.RecvActivation, schedule.RecvGrad
-_EVAL_OPTIONS = ("return_logits", "compute_loss", "reduce_output", "bcast_loss", "num_micro_batches")
-"""Parameters of DeepSpeed's `eval_batch` after the data, in its order."""
 
 _Engine: Any = object
 """What stands behind a mixin: DeepSpeed's engine, which has no types."""
@@ -106,9 +101,8 @@ class CompressedEngine(_Engine):
             return super().train_batch(*args, **kwargs)
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
-        session, evaluate = self.ds_compress, super().eval_batch
-        with session.watchdog.watch("eval_batch"):
-            return _evaluate_both(self, session, evaluate, *args, **kwargs)
+        with self.ds_compress.watchdog.watch("eval_batch"):
+            return evaluate_both(self, super().eval_batch, *args, **kwargs)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         with self.ds_compress.watchdog.watch("save_checkpoint", sends_messages=False):
@@ -223,47 +217,3 @@ class CompressedEngine(_Engine):
         reuse, so a receive of mixed tuples under dynamic_shape could land in a buffer of the wrong size.
         """
         return torch.empty(shape, dtype=dtype, device=self.device)
-
-
-def _evaluate_both(
-    engine: PipelineEngine,
-    session: Session,
-    evaluate: Callable[..., Any],
-    data_iter: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Run `evaluate`, DeepSpeed's `eval_batch`; where "eval" is "both" twice, if it returns a loss."""
-    config, asked = session.config, dict(zip(_EVAL_OPTIONS, args)) | kwargs
-    is_mean = asked.get("compute_loss", True) and asked.get("reduce_output", "avg") == "avg"
-    if config.block.eval != "both" or not is_mean or asked.get("return_logits", False):
-        return evaluate(data_iter, *args, **kwargs)
-    asked["bcast_loss"] = True  # to the rank that reports
-    items = None if data_iter is None else map(next, itertools.repeat(data_iter))
-    once, again = (None, None) if items is None else itertools.tee(items)
-    other: Mode = "compressed" if config.eval == "uncompressed" else "uncompressed"
-    batch_fn, made, losses = engine.batch_fn, deque[Any](), dict[str, float]()
-
-    def keep(batch: Any) -> Any:
-        made.append(batch_fn(batch))
-        return made[-1]
-
-    monitored = engine.monitor.enabled
-    try:
-        # it may take out of a batch what it returns, so it gets each once; and the data may draw random
-        # numbers, whose generators the second evaluation restores
-        engine.batch_fn = batch_fn and keep
-        loss = evaluate(once, **asked)
-        losses[config.eval] = loss.mean().item()
-        engine.batch_fn = batch_fn and (lambda _: made.popleft())
-        monitored, engine.monitor.enabled = engine.monitor.enabled, False  # one value for DeepSpeed's label
-        with session.evaluation(other):
-            losses[other] = evaluate(again, **asked).mean().item()
-    finally:
-        engine.monitor.enabled, engine.batch_fn = monitored, batch_fn
-    session.eval_losses = losses
-    if engine.global_rank == 0:
-        values = ", ".join(f"{losses[mode]:.4f} {mode}" for mode in EVAL_LOSS)
-        print(f"ds_compress: evaluation after step {engine.global_steps}: loss {values}", flush=True)
-        session.monitor.write(engine, {name: losses[mode] for mode, name in EVAL_LOSS.items()})
-    return loss

@@ -7,25 +7,23 @@ they decide from numbers that one collective has given to all (see runtime/depth
 """
 
 import contextlib
+import functools
 import json
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import numpy as np
-import torch
 from torch.distributed import Store
 
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.config.recipes import with_changes
-from ds_compress.engine.deepspeed import PipelineEngine, evaluate, evaluating
+from ds_compress.engine.deepspeed import PipelineEngine, steps_per_epoch
+from ds_compress.engine.evaluation import replay
 from ds_compress.engine.gradients import connect_replicas
 from ds_compress.engine.message_path import MessagePath
 from ds_compress.engine.tied import connect_copies
 from ds_compress.engine.wiring import set_connections, wire_extra_links
 from ds_compress.errors import CompressionError
-from ds_compress.message.channel import Mode, evaluated
 from ds_compress.message.part import Change, RuntimePart, Step
 from ds_compress.monitor.monitor import Monitor
 from ds_compress.runtime.auto import AutoController
@@ -39,15 +37,6 @@ from ds_compress.transport.collectives import all_gather
 
 WRITTEN = (*DIRECTIONS, "boundaries", "policy", "quality")
 """Keys of the block that have to be the same for a checkpoint's settings to go on."""
-
-
-def steps_per_epoch(engine: PipelineEngine) -> int | None:
-    """Return the training steps in one pass over the data that DeepSpeed was given; None if their number is
-    not known."""
-    try:
-        return -(-len(engine.training_data) // engine.train_batch_size())
-    except TypeError:
-        return None
 
 
 class Session:
@@ -108,38 +97,17 @@ class Session:
     @contextmanager
     def batch(self) -> Iterator[None]:
         """Wrap a `train_batch` of the engine: the guard checks some of them."""
-        count, monitor = self.path.evaluated_at_least(), self.monitor
+        engine, monitor, count = self.engine, self.monitor, self.path.evaluated_at_least()
+        again = functools.partial(replay, engine, self.stage.boundaries)
         with (
             self.watchdog.watch("train_batch"),
-            self.guard.batch(self.engine, count, monitor.message_quality, monitor.write, self._replay),
+            self.guard.batch(engine, count, monitor.message_quality, monitor.write, again),
         ):
             self.path.in_train_batch = True
             try:
                 yield
             finally:
                 self.path.in_train_batch = False
-
-    @contextmanager
-    def evaluation(self, mode: Mode) -> Iterator[None]:
-        """Evaluate with compression or without; nothing of the state of training changes."""
-        devices = [self.engine.device] if self.engine.device.type == "cuda" else []
-        python, numpy = random.getstate(), np.random.get_state()
-        try:
-            with (
-                torch.random.fork_rng(devices),
-                torch.no_grad(),
-                evaluating(self.engine),
-                evaluated(self.stage.boundaries, mode),
-            ):
-                yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
-
-    def _replay(self, mode: Mode, micro_batches: int) -> list[Any]:
-        """Evaluate micro-batches that the guard gives the engine; return what the last stage puts out."""
-        with self.evaluation(mode):
-            return evaluate(self.engine, micro_batches)
 
     @contextmanager
     def running(self, asked: Any) -> Iterator[Any]:

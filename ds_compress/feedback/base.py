@@ -17,11 +17,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ds_compress.codec import TYPICAL, Codec, Context, Layout, Parts, Stability, TensorSpec
+from ds_compress.codec import TYPICAL, Codec, Context, Layout, Parts, TensorSpec
 from ds_compress.codecs.mixins import CodecWrapper, VariableSizePayload
 from ds_compress.errors import CompressionError
 from ds_compress.feedback.aqsgd.sample_ids import SampleIds
 from ds_compress.registry import Named, Registry
+from ds_compress.stability import Stability
 
 
 class Feedback(Named, ABC):

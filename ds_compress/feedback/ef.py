@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, Parts, Stability, TensorSpec
+from ds_compress.codec import Codec, Context, Parts, TensorSpec
 from ds_compress.codecs.mixins import FollowsForward
 from ds_compress.codecs.quantize import Quantize
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
@@ -14,6 +14,7 @@ from ds_compress.feedback.state import State, StatefulFeedback, StateOptions
 from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.numerics import is_finite
 from ds_compress.registry import Steps
+from ds_compress.stability import Stability
 
 
 class ErrorFeedbackOptions(StateOptions):

@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, Parts, Stability, TensorSpec
+from ds_compress.codec import Codec, Context, Parts, TensorSpec
 from ds_compress.codecs.mixins import ObservesWarmup
 from ds_compress.codecs.quantize import Quantize
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
@@ -12,6 +12,7 @@ from ds_compress.feedback.state import State, StatefulFeedback, StateOptions
 from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.feedback.reference import update_state
 from ds_compress.kernels.numerics import as_divisor, can_keep, cast, wide
+from ds_compress.stability import Stability
 
 
 @FEEDBACKS.register("ef21")

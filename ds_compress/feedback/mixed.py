@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, Layout, Parts, Stability, TensorSpec
+from ds_compress.codec import Codec, Context, Layout, Parts, TensorSpec
 from ds_compress.codecs.mixins import FollowsForward, Selects
 from ds_compress.errors import CompressionError
 from ds_compress.feedback.base import FEEDBACKS, Feedback, FeedbackCodec, encode_and_decode
@@ -14,6 +14,7 @@ from ds_compress.feedback.ef import ErrorFeedbackOptions
 from ds_compress.feedback.state import State, StatefulFeedback
 from ds_compress.kernels.numerics import as_divisor, can_keep, cast, is_finite, narrow, wide
 from ds_compress.kernels.topk.selection import Selection
+from ds_compress.stability import Stability
 
 
 @FEEDBACKS.register("ef_mixed")

@@ -4,12 +4,15 @@ devices."""
 import ctypes
 import os
 import threading
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
 import psutil
 import torch
 from torch import Tensor
+
+from ds_compress.errors import CompressionError
 
 _local = threading.local()
 
@@ -116,3 +119,24 @@ def as_bytes(x: Tensor) -> Tensor:
 def copy_into(out: tuple[Tensor, ...] | None, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Copy `parts` into the memory `out` and return it; without `out` return `parts`."""
     return parts if out is None else tuple(place.copy_(part) for place, part in zip(out, parts, strict=True))
+
+
+def fill(destinations: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    """Copy payload tensors to `destinations`, unless they are there already.
+
+    Raises:
+        CompressionError: the number of parts, or the shape or dtype of one, is not that of the layout.
+    """
+    if len(parts) != len(destinations):
+        raise CompressionError(
+            f"packet: {len(parts)} payload tensors came, the layout has {len(destinations)}"
+        )
+    for destination, part in zip(destinations, parts):
+        if part is destination:
+            continue
+        if part.shape != destination.shape or part.dtype != destination.dtype:
+            raise CompressionError(
+                f"packet: payload of {tuple(part.shape)} {part.dtype} came, "
+                f"the layout says {tuple(destination.shape)} {destination.dtype}"
+            )
+        destination.copy_(part)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, Layout, MessageId, TensorSpec, check_accepted, fill
+from ds_compress.codec import Codec, Context, Layout, MessageId, TensorSpec, check_accepted
 from ds_compress.codecs.mixins import (
     CodecWrapper,
     FollowsForward,
@@ -26,7 +26,7 @@ from ds_compress.codecs.mixins import (
 )
 from ds_compress.config import DIRECTIONS, BoundaryCodecs, Config
 from ds_compress.errors import CompressionError
-from ds_compress.kernels.memory import retain_freed_memory
+from ds_compress.kernels.memory import fill, retain_freed_memory
 from ds_compress.message.layout import Counters, Encoded, MessageLayout, explain, find_exemptions
 from ds_compress.message.packet import PacketLayout
 from ds_compress.transport.packet_memory import Packet

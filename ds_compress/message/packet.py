@@ -29,8 +29,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_compress.codec import Layout, MessageId, fill
+from ds_compress.codec import Layout, MessageId
 from ds_compress.errors import CompressionError
+from ds_compress.kernels.memory import fill
 from ds_compress.transport.packet_memory import Packet, new_packet
 
 MAGIC = b"DSCP"

@@ -17,11 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, Layout, MessageId, TensorSpec, check_accepted, fill
+from ds_compress.codec import Codec, Context, Layout, MessageId, TensorSpec, check_accepted
 from ds_compress.codecs.shapes import set_to_zero, zero_rows
 from ds_compress.errors import errors_at
 from ds_compress.feedback.state import residuals
 from ds_compress.kernels.backends import kernels
+from ds_compress.kernels.memory import fill
 from ds_compress.kernels.numerics import is_readable
 from ds_compress.message.layout import explain
 from ds_compress.message.packet import PacketLayout

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from ds_compress.cli.bench import contexts
-from ds_compress.codec import Codec, TensorSpec, build, fill, names
+from ds_compress.codec import Codec, TensorSpec, build, names
 from ds_compress.codecs.mixins import ObservesWarmup, layers
 from ds_compress.feedback import FEEDBACKS, FeedbackCodec
 from ds_compress.kernels import native
 from ds_compress.kernels.backends import cpu, reference, using
+from ds_compress.kernels.memory import fill
 from ds_compress.testing import _tensors, settings_of
 from tests.support.codecs import assert_same_bits, goes_with
 from tests.support.refusals import refusal

@@ -5,10 +5,11 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from ds_compress import registry
-from ds_compress.codec import Codec, Stability
+from ds_compress.codec import Codec
 from ds_compress.feedback.aqsgd.sample_codec import FIRST_VISIT, SampleCodec, first_codec
 from ds_compress.feedback.aqsgd.sample_ids import SampleIds
 from ds_compress.feedback.base import FEEDBACKS, Feedback
+from ds_compress.stability import Stability
 
 
 class IdColumn(registry.Options):
