@@ -28,7 +28,7 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from deepspeed import comm as dist
@@ -49,13 +49,47 @@ from ds_compress.checkpoint.search import (
     saved_dependence,
     saved_state,
 )
+from ds_compress.config import Config
 from ds_compress.errors import CompressionError, in_one_line
-from ds_compress.message.part import Engine
+from ds_compress.message.part import Engine, StageView
 from ds_compress.monitor.metrics import GRADIENTS
 from ds_compress.transport.collectives import all_gather, lowest
 from ds_compress.version import __version__
 
 log = logging.getLogger("ds_compress")
+
+
+class SavedSession(Protocol):
+    """What checkpoints hold of a session (engine/session.py), and load into it."""
+
+    @property
+    def engine(self) -> Engine:
+        """Return DeepSpeed's engine."""
+
+    @property
+    def config(self) -> Config:
+        """Return what is in force."""
+
+    @property
+    def stage(self) -> StageView:
+        """Return the traffic of the stage."""
+
+    @property
+    def path(self) -> Any:
+        """Return what has the `Side`s of this rank, as `sides()`."""
+
+    @property
+    def traffic(self) -> Mapping[str, Any]:
+        """Return what exchanges gradients, by kind."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the changed settings and the state of the parts, the same on every rank."""
+
+    def own_state(self) -> dict[str, list[float]]:
+        """Return what this rank alone has measured."""
+
+    def resume(self, state: Mapping[str, Any], own: Mapping[str, list[float]]) -> bool:
+        """Go on from what both returned; return whether they were of the same block and boundaries."""
 
 
 def entries_of(memories: Mapping[str, Mapping[int, Mapping[str, Tensor]]]) -> dict[str, Tensor]:
@@ -80,7 +114,7 @@ def _first_with(device: torch.device, failure: bool) -> int | None:
     return rank if rank < dist.get_world_size() else None
 
 
-def save(session: Any, root: Path, tag: str) -> None:
+def save(session: SavedSession, root: Path, tag: str) -> None:
     """Write this rank's state beside DeepSpeed's checkpoint `tag` below `root`; every rank calls it.
 
     Raises:
@@ -116,7 +150,9 @@ def save(session: Any, root: Path, tag: str) -> None:
         raise CompressionError(f"ds_compress: checkpoint {tag} is not complete: {failure}")
 
 
-def _load_gradients(session: Any, kind: str, root: Path, tag: str, rank: Rank, restore: bool) -> None:
+def _load_gradients(
+    session: SavedSession, kind: str, root: Path, tag: str, rank: Rank, restore: bool
+) -> None:
     """Restore the residuals of gradients that are exchanged if every rank that has some finds its own, else
     none."""
     engine, traffic, found = session.engine, session.traffic.get(kind), Found(ABSENT)
@@ -130,7 +166,7 @@ def _load_gradients(session: Any, kind: str, root: Path, tag: str, rank: Rank, r
         log.warning("ds_compress: %s: %s: %s", Path(root, tag), traffic.restarts, OF_GRADIENTS[found.status])
 
 
-def _load_dependence(session: Any, root: Path, tag: str, rank: Rank, restore: bool) -> None:
+def _load_dependence(session: SavedSession, root: Path, tag: str, rank: Rank, restore: bool) -> None:
     """Restore which tensors are sent uncompressed if every rank finds it for its sides, else none: ranks that
     send the same tensor have to send the same bytes."""
     engine, sides = session.engine, session.path.sides()
@@ -140,7 +176,7 @@ def _load_dependence(session: Any, root: Path, tag: str, rank: Rank, restore: bo
         side.boundary.keep_dependence(known[side.key] if missing is None else None)
 
 
-def _load_state(session: Any, root: Path, tag: str, rank: Rank) -> None:
+def _load_state(session: SavedSession, root: Path, tag: str, rank: Rank) -> None:
     """Restore the settings that had changed during training, and the state of all parts, if all ranks find
     the same."""
     engine = session.engine
@@ -169,7 +205,7 @@ def _load_state(session: Any, root: Path, tag: str, rank: Rank) -> None:
         )
 
 
-def load(session: Any, root: Path, tag: str, restore: bool) -> None:
+def load(session: SavedSession, root: Path, tag: str, restore: bool) -> None:
     """Load this rank's state from beside DeepSpeed's checkpoint `tag` below `root`; every rank calls it.
 
     Args:
