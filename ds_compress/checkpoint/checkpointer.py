@@ -1,4 +1,4 @@
-"""Save and load the state of channels beside DeepSpeed's checkpoints.
+"""Save and load the state of compression beside DeepSpeed's checkpoints.
 
 Each rank writes one safetensors file into the folder of the tag:
 
@@ -10,10 +10,11 @@ Each rank writes one safetensors file into the folder of the tag:
 The first layer behind a boundary identifies it, so its state is found even if the stages have changed. Both
 sides restore their state if both find it in files of the loaded step with equal settings, and if their
 mirrored state is equal, compared by hash. Otherwise both start from zero, and rank 0 logs which and why.
-So do boundaries round a stage without layers, which have the same first layer behind them.
-Which tensors are sent uncompressed, because they depend on no parameter or hold a mask, stays as it was found
-in the saved run, if every rank finds that.
-Replica r reads what replica r wrote. `load_module_only` restores nothing.
+The boundaries before and after a stage without layers have the same first layer behind them, so they start
+from zero, too.
+Which tensors are sent uncompressed, because they depend on no parameter or hold a mask ("dependence"), stays
+as it was found in the saved run, if every rank finds that.
+Replica r reads what replica r wrote. With `load_module_only` all state begins anew.
 
 Settings that changed during training, and the state of each part of the runtime, are restored if all ranks
 find the same, and if the block and the boundaries are those of the saved run.
@@ -93,7 +94,7 @@ class SavedSession(Protocol):
 
 
 def entries_of(memories: Mapping[str, Mapping[int, Mapping[str, Tensor]]]) -> dict[str, Tensor]:
-    """Return all of `memories`, those of sides by their keys, by key in the file."""
+    """Return the tensors of `memories`, {side: {position: {key: tensor}}}, by SIDE/POSITION/KEY."""
     return {
         f"{key}/{number}/{name}": value
         for key, found in memories.items()
@@ -183,9 +184,9 @@ def _load_state(session: SavedSession, root: Path, tag: str, rank: Rank) -> None
     state, own = saved_state(root, tag, rank, engine.global_steps)
     text = json.dumps(state, sort_keys=True).encode()
     number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
-    had = bool(state.get("adopted"))
-    least, most, lost = lowest(engine.device, number, -number, -had)
-    alike = least == -most
+    had_changes = bool(state.get("adopted"))
+    least, minus_most, minus_had_changes = lowest(engine.device, number, -number, -had_changes)
+    alike = least == -minus_most
     resumed, failure = False, ""
     try:
         resumed = session.resume(state if alike else {}, own)
@@ -194,7 +195,7 @@ def _load_state(session: SavedSession, root: Path, tag: str, rank: Rank) -> None
     failed = _first_with(engine.device, bool(failure))
     if failed is not None:
         session.resume({}, {})
-    elif not resumed and lost:
+    elif not resumed and minus_had_changes:
         failed = 0
         failure = "the block or the number of stages differs from the saved run, or a file cannot be read"
     if failed == dist.get_rank():
@@ -209,12 +210,15 @@ def load(session: SavedSession, root: Path, tag: str, restore: bool) -> None:
     """Load this rank's state from beside DeepSpeed's checkpoint `tag` below `root`; every rank calls it.
 
     Args:
-        restore: False if only the weights were loaded; all state then starts from zero.
+        restore: False if only the weights were loaded; settings then start again from the block, and all
+            state from zero.
     """
     engine = session.engine
     rank, sides = _rank_in_job(engine), session.path.sides()
     if restore:
         _load_state(session, root, tag, rank)
+    else:
+        session.resume({}, {})
     layers = [side.layer for side in sides]  # a stage without layers has the same before and after it
     found = [
         load_side(root, tag, rank, side, engine.global_steps, layers.count(side.layer) > 1)

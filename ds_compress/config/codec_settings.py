@@ -95,6 +95,11 @@ class CodecSettings:
         for codecs in self.used:
             yield from ((getattr(codecs, direction), codecs.feedbacks[direction]) for direction in DIRECTIONS)
 
+    @property
+    def compresses(self) -> bool:
+        """Return whether any boundary sends other than what it is given."""
+        return any(codec.name != "none" for codec, _ in self.pairs())
+
     def has_extra_payload(self, direction: str) -> bool:
         """Return whether messages of any boundary may come with a second packet."""
         return any(isinstance(getattr(codecs, direction), VariableSizePayload) for codecs in self.used)

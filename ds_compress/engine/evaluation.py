@@ -20,8 +20,8 @@ _EVAL_OPTIONS = ("return_logits", "compute_loss", "reduce_output", "bcast_loss",
 
 @contextmanager
 def evaluation(engine: PipelineEngine, boundaries: Sequence[Boundary], mode: Mode) -> Iterator[None]:
-    """Let passes of `engine` be those of an evaluation in `mode`, with the random numbers of now; then
-    restore both."""
+    """Let passes of `engine` be those of an evaluation in `mode`; then restore the engine, and the generators
+    of random numbers."""
     devices = [engine.device] if engine.device.type == "cuda" else []
     python, numpy = random.getstate(), np.random.get_state()
     try:
@@ -45,20 +45,21 @@ def replay(
         return evaluate(engine, micro_batches)
 
 
-def evaluate_both(
+def run_eval_batch(
     engine: PipelineEngine,
-    evaluate: Callable[..., Any],
+    eval_batch: Callable[..., Any],
     data_iter: Any,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run `evaluate`, DeepSpeed's `eval_batch`; where "eval" is "both" twice, if it returns a loss."""
+    """Run DeepSpeed's `eval_batch`; where "eval" is "both" twice, if it returns a loss."""
     session: Any = engine.ds_compress
     config, asked = session.config, dict(zip(_EVAL_OPTIONS, args)) | kwargs
     is_mean = asked.get("compute_loss", True) and asked.get("reduce_output", "avg") == "avg"
     if config.block.eval != "both" or not is_mean or asked.get("return_logits", False):
-        return evaluate(data_iter, *args, **kwargs)
+        return eval_batch(data_iter, *args, **kwargs)
     asked["bcast_loss"] = True  # to the rank that reports
+    # by `next`, as DeepSpeed does: it may not be iterable
     items = None if data_iter is None else map(next, itertools.repeat(data_iter))
     once, again = (None, None) if items is None else itertools.tee(items)
     other: Mode = "compressed" if config.eval == "uncompressed" else "uncompressed"
@@ -70,15 +71,15 @@ def evaluate_both(
 
     monitored = engine.monitor.enabled
     try:
-        # it may take out of a batch what it returns, so it gets each once; and the data may draw random
-        # numbers, whose generators the second evaluation restores
+        # batch_fn may pop from a batch, so it gets each once; and it may draw random numbers, whose
+        # generators the second evaluation restores
         engine.batch_fn = batch_fn and keep
-        loss = evaluate(once, **asked)
+        loss = eval_batch(once, **asked)
         losses[config.eval] = loss.mean().item()
         engine.batch_fn = batch_fn and (lambda _: made.popleft())
         monitored, engine.monitor.enabled = engine.monitor.enabled, False  # one value for DeepSpeed's label
         with evaluation(engine, session.stage.boundaries, other):
-            losses[other] = evaluate(again, **asked).mean().item()
+            losses[other] = eval_batch(again, **asked).mean().item()
     finally:
         engine.monitor.enabled, engine.batch_fn = monitored, batch_fn
     session.eval_losses = losses

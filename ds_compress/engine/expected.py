@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from ds_compress.engine.deepspeed import PipelineEngine
@@ -21,9 +20,9 @@ def next_message(stage: Stage, channel: Channel, gradients: Callable[[], Specs])
 
 def gradients_sent(engine: PipelineEngine, buffer_id: int) -> Specs:
     """Return tensors like the gradients that are sent next; none if they are not known."""
-    inputs = engine.pipe_buffers["inputs"][buffer_id]
     if engine.is_grad_partitioned:
         return ()
+    inputs = engine.pipe_buffers["inputs"][buffer_id]
     if isinstance(inputs, Tensor):
         return (inputs,)
     return [tensor for tensor in tensors_in(inputs) or () if tensor.is_floating_point()]
@@ -35,8 +34,7 @@ def gradients_received(engine: PipelineEngine, stage: Stage) -> Specs:
     With `dynamic_shape` later activations may have been announced since theirs left; `grad_layer` is then
     like the outputs of this micro-batch.
     """
-    layer = engine.grad_layer
-    found = (layer,) if torch.is_tensor(layer) else tensors_in(layer)
+    found = tensors_in(engine.grad_layer)
     if found is not None and engine.dynamic_shape:
         return found
     assert stage.after is not None

@@ -63,12 +63,10 @@ class MessagePath:
         self.in_train_batch = False  # whether `train_batch` runs: training, whatever mode the module is in
         self.is_eager = config.block.link.mode == "eager" and self.own_link is None
         self.stage = self.connect(p2p, depth)
-        used = {channel.codec.name for b in self.stage.boundaries for channel in b.channels}
-        is_lossy = config.quality is not None or used - {"none"}
-        follows = is_lossy and config.block.tensors == "large"
-        self.tracking = DependencyTracker(engine.module) if follows else None
+        follows = config.block.tensors == "large"
+        self.tracker = DependencyTracker(engine.module) if follows else None
         self._settings: object = None  # those of the latest training schedule
-        self._have_run = set[tuple[bool, int]]()  # its kinds with them: is the warm-up over, observers
+        self._have_run = set[tuple[bool, int]]()  # kinds with these settings: is the warm-up over; observers
 
     @staticmethod
     def check(config: Config, stages: int) -> int:
@@ -115,16 +113,21 @@ class MessagePath:
         masked = engine.has_attention_mask or engine.has_bool_tensors
         return StepContext(engine.global_steps, training, loss_scale(engine), int(masked))
 
-    def tracked(self) -> DependencyTracker | None:
+    @property
+    def compresses(self) -> bool:
+        """Return whether any boundary of the pipeline compresses, or will: the same on every rank."""
+        return self.config.quality is not None or self.config.in_force.compresses
+
+    def open_tracker(self) -> DependencyTracker | None:
         """Return a context for instructions that compute what is sent, as long as a boundary needs it."""
         ends = (end for (kind, _), end in self.stage.senders.items() if kind is schedule.SendActivation)
         is_open = any(end.channel.boundary.dependence is None for end in ends)
-        return self.tracking if is_open else None
+        return self.tracker if is_open and self.compresses else None
 
     def mark_received(self, tensors: Sequence[Tensor], boundary: Boundary) -> None:
         """Mark those of a forward message that depend on parameters, while instructions are tracked."""
-        if self.lookahead.tracking and self.tracking and boundary.dependence:
-            self.tracking.mark_received(tensors, boundary.dependence)
+        if self.lookahead.tracking and self.tracker and boundary.dependence:
+            self.tracker.mark_received(tensors, boundary.dependence)
 
     def post_receives(self, training: bool) -> None:
         """Let messages be received ahead whose shapes are known from the batch before."""
@@ -242,14 +245,15 @@ class MessagePath:
 
     @contextmanager
     def looking_ahead(self, pipe_schedule: Any, depth: int, in_order: bool) -> Iterator[Mapping[type, int]]:
-        """Track the instructions of a schedule of `depth`; yield how many receives to post early.
+        """Run the steps of a schedule of `depth` through a `Lookahead`; yield how many receives to post
+        early.
 
         Args:
             in_order: send and receive nothing ahead.
         """
         engine = self.engine
-        tracked = self.tracked if self.tracked() else None
-        lookahead = self.lookahead = Lookahead(pipe_schedule, tracked, depth, in_order)
+        get_tracker = self.open_tracker if self.open_tracker() else None
+        lookahead = self.lookahead = Lookahead(pipe_schedule, get_tracker, depth, in_order)
         if lookahead.plain:
             pipe_schedule.steps = lookahead.steps
         try:

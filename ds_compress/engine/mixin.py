@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ds_compress.checkpoint import checkpointer
 from ds_compress.engine.deepspeed import PipelineEngine
-from ds_compress.engine.evaluation import evaluate_both
+from ds_compress.engine.evaluation import run_eval_batch
 from ds_compress.engine.intercept import ShapeMessage, receiving
 from ds_compress.engine.session import Session
 from ds_compress.engine.tied import reduce_tied_gradients
@@ -102,7 +102,7 @@ class CompressedEngine(_Engine):
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         with self.ds_compress.watchdog.watch("eval_batch"):
-            return evaluate_both(self, super().eval_batch, *args, **kwargs)
+            return run_eval_batch(self, super().eval_batch, *args, **kwargs)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         with self.ds_compress.watchdog.watch("save_checkpoint", sends_messages=False):
@@ -178,9 +178,9 @@ class CompressedEngine(_Engine):
         tensors = tensors_in(buffer) if stage.is_sending else None
         dependence = written = None
         if tensors is not None:
-            tracking = path.tracking
-            if tracking is not None and tracking.has_looked:
-                dependence = tracking.dependence(tensors, boundary.known_dependence)
+            tracker = path.tracker
+            if tracker is not None and tracker.has_looked:
+                dependence = tracker.dependence(tensors, boundary.known_dependence)
             written = 2 + sum(2 + tensor.dim() for tensor in tensors)
         message = ShapeMessage(stage.shape_links or stage.p2p.original, dependence, written)
         with stage.p2p.shape_messages(message):

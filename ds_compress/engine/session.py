@@ -35,7 +35,7 @@ from ds_compress.runtime.replica_check import ReplicaCheck
 from ds_compress.runtime.watchdog import Watchdog
 from ds_compress.transport.collectives import all_gather
 
-WRITTEN = (*DIRECTIONS, "boundaries", "policy", "quality")
+MUST_MATCH = (*DIRECTIONS, "boundaries", "policy", "quality")
 """Keys of the block that have to be the same for a checkpoint's settings to go on."""
 
 
@@ -73,24 +73,24 @@ class Session:
         self.path = connect(self.depth.now)
         self.stage = self.path.stage
         self.gradients = connect_replicas(engine, self.stage)
-        self.tied, tied = connect_copies(engine, self.stage, self.path.original)
+        self.tied, tied_note = connect_copies(engine, self.stage, self.path.original)
         exchanges = [each for each in (self.gradients, self.tied) if each is not None]
         self.traffic = {each.kind: each for each in (*exchanges, outer) if each is not None}
         """What sends gradients, or changes of weights, beside messages, by kind."""
         self.guard = Guard(config, engine.global_rank, boundaries)
         self.replica_check = ReplicaCheck(self.stage, self.path.sides(), engine.grid, engine.device)
         exchanged = {kind: each.describe() for kind, each in self.traffic.items()}
-        exchanged |= {"tied": tied} if tied else {}
+        exchanged |= {"tied": tied_note} if tied_note else {}
         link = self.path.own_link or config.block.link.mode
         self.monitor = Monitor(config, engine, boundaries, link, notes, exchanged)
         self.policy = PolicyController(config, boundaries, engine.device, all_gather)
         chooses = config.block.link.connections == "auto"
         self.connections = ConnectionsController(set_connections) if chooses else None
-        found = *exchanges, self.replica_check, self.monitor, self.guard, self.depth, self.policy
-        parts = (*found, outer, self.connections)
+        always = *exchanges, self.replica_check, self.monitor, self.guard, self.depth, self.policy
+        parts = (*always, outer, self.connections)
         self.parts: list[RuntimePart] = [part for part in parts if part is not None]
         """In the order in which their hooks are called."""
-        written = {name: config.settings[name] for name in WRITTEN}
+        written = {name: config.settings[name] for name in MUST_MATCH}
         self._written = json.loads(json.dumps({**written, "number of boundaries": boundaries}))
         self._resume_parts({}, {})
 
@@ -111,20 +111,20 @@ class Session:
 
     @contextmanager
     def running(self, asked: Any) -> Iterator[Any]:
-        """Run a batch of the engine; yield the schedule to execute instead of `asked`."""
+        """Run a schedule of the engine, of training or evaluation; yield the one to execute instead."""
         engine, path, depth = self.engine, self.path, self.depth
-        pipe_schedule, context = depth.schedule(engine, asked), path.step_context()
+        deeper, context = depth.schedule(engine, asked), path.step_context()
         measured: AbstractContextManager[None] = contextlib.nullcontext()
         if context.training:
             self.begin_step()
             measured = depth.measured(engine, self.stage, asked)
         in_order = path.must_run_in_order(context)
-        chosen = asked if in_order else pipe_schedule
+        chosen = asked if in_order else deeper
         with path.looking_ahead(chosen, depth.now, in_order) as counts:
             with measured, self.stage.running(context, counts):
                 path.post_receives(context.training)
                 yield chosen
-            self.monitor.link = path.describe_link(depth.describe(engine, pipe_schedule))
+            self.monitor.link = path.describe_link(depth.describe(engine, deeper))
         if context.training:
             self.end_step()
 
@@ -170,8 +170,11 @@ class Session:
             raise CompressionError(
                 f"{KEY}: settings cannot change while a step runs; adopt between two steps"
             )
+        compressed = self.path.compresses
         if not self.config.adopt(adopted, lambda other: self.path.check(other, stages)):
             return False
+        if self.path.compresses and not compressed:  # nobody looked which tensors depend on parameters
+            self.engine.reset_activation_shape()
         wire_extra_links(stage, self.engine)
         stage.adopt()
         for part in self.parts:

@@ -175,6 +175,7 @@ class Stage:
             why: the reason then.
         """
         self.announced.pop(number, None)
+        self.left_because.pop(number, None)
         if tensors:
             self.announced[number] = [TensorSpec.of(tensor) for tensor in tensors]
         else:

@@ -72,14 +72,14 @@ class Step(NamedTuple):
     """A training step that begins, or that is over with nothing in flight."""
 
     number: int
-    """Counted from 1."""
+    """Counted from 1; 0 before the first."""
     engine: Engine
     stage: StageView
     is_judged: bool = False
-    """Whether the guard checks its messages."""
+    """Whether the guard checks its messages; for `begin_step`."""
     values: Mapping[str, Callable[[], Mapping[str, float]]] = {}
     """Measure gradients that are exchanged, by kind as in `metrics.GRADIENTS`: values by name, as in
-    `metrics.EXCHANGE`."""
+    `metrics.EXCHANGE`; for `end_step`."""
 
 
 class Change(NamedTuple):
@@ -95,12 +95,12 @@ class Change(NamedTuple):
 class RuntimePart:
     """Watches training, and decides. Its methods do nothing; override what you need.
 
-    Every rank calls each of them alike. A part holds neither the engine nor the session; but
-    those that exchange gradients hold the engine.
+    Every rank calls each of them alike. A part holds neither the session nor, unless it exchanges gradients,
+    the engine.
     """
 
     key = ""
-    """Name of its state in checkpoints; empty: it has none."""
+    """Name of its state in checkpoints, a field of `checkpoint.file.SessionState`; empty: it has none."""
 
     def begin_step(self, step: Step) -> None:
         """Prepare for a training step."""

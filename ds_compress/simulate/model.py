@@ -10,7 +10,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from ds_compress.config import DIRECTIONS, KEY, Config
+from ds_compress.config import KEY, Config
 from ds_compress.config.recipes import with_changes
 from ds_compress.errors import CompressionError, shown
 from ds_compress.feedback.aqsgd.sample_ids import SampleIds
@@ -126,7 +126,8 @@ def simulate(
     config.count_epochs(steps_per_epoch)
     config.prepare()
 
-    tracking = _tracking(config, len(cuts), model)
+    follows = config.in_force.compresses and config.block.tensors == "large"
+    tracking = DependencyTracker(model) if follows else None
     boundaries = [
         SimulatedBoundary(number, config, micro_batches, tracking, replica) for number in range(len(cuts))
     ]
@@ -171,13 +172,6 @@ def _micro_batches(ds_config: dict[str, Any]) -> int:
             f"{keys[0]} and {keys[1]}, a multiple of it)"
         )
     return steps
-
-
-def _tracking(config: Config, boundaries: int, model: nn.Module) -> DependencyTracker | None:
-    """Return a tracker of parameter dependence if a lossy codec may get messages of several tensors."""
-    codecs = map(config.in_force.codecs, range(boundaries))
-    lossy = any(getattr(own, direction).name != "none" for own in codecs for direction in DIRECTIONS)
-    return DependencyTracker(model) if lossy and config.block.tensors == "large" else None
 
 
 def _follow(model: nn.Module, boundaries: list[SimulatedBoundary], tracking: DependencyTracker) -> None:

@@ -7,6 +7,8 @@ import torch
 
 from ds_compress.simulate.boundary import SimulatedBoundary
 from tests.support import pipeline
+from tests.support.pipeline import Skip
+from tests.support.pipeline_kinds import of
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
 
@@ -109,6 +111,26 @@ def test_every_boundary_and_replica():
     assert [rank["sent"][0] == rank["sent"][-1] for rank in ranks] == [True] * 2 + [False] * 4
 
 
+def sent_by(config, course):
+    """Bytes that this rank has sent in each step: messages of two large float tensors and a small one."""
+    engine = pipeline.build(2, pipeline.ds_config(config), of(Skip))
+    return pipeline.train_on(
+        engine, 4, prepare=lambda step: engine.ds_compress.reconfigure(course.get(step, {}))
+    )["sent"]
+
+
+@pytest.mark.parametrize("link", [{}, {"mode": "blocking"}])
+def test_what_begins_uncompressed_may_compress_several_tensors_later(link):
+    """Nobody looks which tensors depend on parameters while all are sent as they are; from the change on they
+    stayed uncompressed."""
+    settings = dict.fromkeys(("forward", "backward"), QUANTIZE)
+    start = {"guard": {"every": 0}, "min_numel": 64, "link": link}
+    changed = run_ranks(2, sent_by, start, {2: {"0": settings}})
+    always = run_ranks(2, sent_by, {**start, **settings}, {})
+    for (*before, one, two), (*_, three, four) in zip(changed, always):
+        assert [one, two] == [three, four] and min(before) > 3 * two
+
+
 def test_none_is_bit_equal_to_stock_whatever_it_is_called():
     course = {step: {"0": {"forward": NONE, "backward": {"codec": "lossless"}}} for step in (1, 3)}
     ranks = run_ranks(2, trained, pipeline.ds_config(block("from nothing")), course)
@@ -144,21 +166,26 @@ def test_another_block_begins_as_it_says(tmp_path):
     assert len(log) == 1 and "settings that changed during training start again from the block" in log[0]
 
 
-def forgets(folder):
-    """A checkpoint of before the change takes the change back."""
+def forgets(folder, only_weights):
+    """A checkpoint of before the change takes the change back, and so do weights alone of after it."""
     engine, data = pipeline.build(2, pipeline.ds_config(block("codecs"))), pipeline.batches()
     engine.train_batch(data)
-    engine.save_checkpoint(str(folder))
+    if not only_weights:
+        engine.save_checkpoint(str(folder))
     engine.ds_compress.reconfigure({"0": {"forward": bits(2)}})
     engine.train_batch(data)
+    if only_weights:
+        engine.save_checkpoint(str(folder))
     changed = str(engine.ds_compress.config.in_force.codecs(0).forward)
-    engine.load_checkpoint(str(folder))
+    engine.load_checkpoint(str(folder), load_module_only=only_weights)
     engine.train_batch(data)
     return changed, str(engine.ds_compress.config.in_force.codecs(0).forward)
 
 
-def test_loading_what_was_before_a_change_takes_it_back(tmp_path):
-    for changed, back in run_ranks(2, forgets, tmp_path):
+@pytest.mark.parametrize("only_weights", [False, True])
+def test_loading_what_was_before_a_change_takes_it_back(only_weights, tmp_path):
+    """What changed settings stayed when weights alone were loaded, though all other state began anew."""
+    for changed, back in run_ranks(2, forgets, tmp_path, only_weights):
         assert "bits=2" in changed and "bits=6" in back
 
 
