@@ -36,7 +36,7 @@ from deepspeed import comm as dist
 from torch import Tensor
 
 from ds_compress.checkpoint.file import write
-from ds_compress.checkpoint.search import (
+from ds_compress.checkpoint.restore import (
     ABSENT,
     MOST_SIDES,
     OF_GRADIENTS,

@@ -28,8 +28,8 @@ from ds_compress.errors import CompressionError, failures_at, shown
 from ds_compress.kernels.backends import prepare
 from ds_compress.message.channel import Boundary
 from ds_compress.message.clock import clock_for
+from ds_compress.planning.candidate_errors import REPEATS, ByMicroBatch, measure_codecs
 from ds_compress.planning.choice import EvaluatedMessage
-from ds_compress.planning.evaluate import REPEATS, ByMicroBatch, measure_codecs
 
 OUTLIERS = 6
 """Channels of the benchmark tensor that are 20 times as large, as in a transformer's hidden states."""

@@ -27,7 +27,7 @@ from ds_compress.engine.handshake import SharedWarning, agree, numerics_to_match
 from ds_compress.engine.intercept import PointToPoint
 from ds_compress.engine.message_path import MessagePath
 from ds_compress.engine.mixin import CompressedEngine
-from ds_compress.engine.optimizers import check_optimizer
+from ds_compress.engine.optimizer_mixins import check_optimizer
 from ds_compress.engine.session import Session
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.backends import kernels

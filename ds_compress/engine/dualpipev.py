@@ -23,14 +23,15 @@ from deepspeed import comm as dist
 from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
-from ds_compress.checkpoint.search import Side
+from ds_compress.checkpoint.restore import Side
 from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.engine.deepspeed import PipelineEngine, neighbour_stages, queue_message, take_queue
-from ds_compress.engine.intercept import PointToPoint, as_announced
+from ds_compress.engine.expected import as_announced
+from ds_compress.engine.intercept import PointToPoint
 from ds_compress.engine.message_path import MessagePath
 from ds_compress.engine.mixin import RECEIVES, SENDS, CompressedEngine
 from ds_compress.engine.stage import Stage
-from ds_compress.engine.tied import reduce_tied_gradients
+from ds_compress.engine.tied_gradients import reduce_tied_gradients
 from ds_compress.errors import CompressionError
 from ds_compress.message.channel import Boundary, Channel
 from ds_compress.message.channel_end import ReceivingEnd, SendingEnd

@@ -14,20 +14,18 @@ so they agree on all of them. DeepSpeed's own instructions send nothing but mess
 is not like the one announced is an error, as the receiver would wait for another one.
 """
 
-import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_compress.codec import TensorSpec
 from ds_compress.engine.deepspeed import DEEPSPEED
-from ds_compress.errors import CompressionError
+from ds_compress.engine.expected import Specs, as_announced, is_alike, refuse
 from ds_compress.message.channel import Channel
 from ds_compress.transport.p2p import Receiver, Sender
 
@@ -142,10 +140,6 @@ def receiving(buffers: Any) -> Any:
     return type(buffers)(buffer.as_subclass(ReceiveBuffer) for buffer in buffers)
 
 
-Specs = Sequence[TensorSpec | Tensor]
-"""Tensors, or others like them, that a message will have."""
-
-
 @dataclass(slots=True)
 class Sending:
     """The tensors that a send instruction sends to one stage: those of messages, and others."""
@@ -180,48 +174,6 @@ class Receiving:
     specs: Specs | None = None
     arrived: list[Tensor] = field(default_factory=list)
     """Arrived tensors of the message in progress, the last one first."""
-
-
-def is_alike(tensor: Tensor, spec: TensorSpec | Tensor) -> bool:
-    """Return whether `tensor` has the dtype and the number of values of one like `spec`."""
-    return tensor.dtype == spec.dtype and tensor.numel() == math.prod(spec.shape)
-
-
-def as_announced(channel: Channel, tensors: Sequence[Tensor], specs: Specs) -> list[Tensor]:
-    """Return the tensors of a message in the shapes announced for them.
-
-    Raises:
-        CompressionError: their number is another one, or one has another dtype or number of values.
-    """
-    if len(tensors) != len(specs):
-        count = f"a message of {len(tensors)} tensors, announced were {len(specs)}"
-        raise CompressionError(f"{channel.place}: {count}; {CHANGE_SHAPES}")
-    for number, (tensor, spec) in enumerate(zip(tensors, specs)):
-        if not is_alike(tensor, spec):
-            refuse(channel, number, tensor, specs)
-    return [
-        tensor if tensor.shape == spec.shape else tensor.detach().reshape(spec.shape)
-        for tensor, spec in zip(tensors, specs)
-    ]
-
-
-def refuse(channel: Channel, number: int, tensor: Tensor | TensorSpec, specs: Specs) -> NoReturn:
-    """Raise for a tensor of a message that is not the one announced as `specs[number]`."""
-    spec = specs[number]
-    raise CompressionError(
-        f"{channel.place}: tensor {number} of {len(specs)} is {_describe(tensor)}, announced was "
-        f"{_describe(spec)}; {CHANGE_SHAPES}"
-    )
-
-
-CHANGE_SHAPES = (
-    "call engine.reset_activation_shape() on every rank before a batch of another shape or dtype; if they "
-    "differ within a batch, build the PipelineModule with dynamic_shape=True"
-)
-
-
-def _describe(tensor: Tensor | TensorSpec) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.")
 
 
 class PointToPoint:

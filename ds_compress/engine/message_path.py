@@ -9,7 +9,7 @@ import torch
 from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
-from ds_compress.checkpoint.search import Side
+from ds_compress.checkpoint.restore import Side
 from ds_compress.config import Config
 from ds_compress.engine import expected
 from ds_compress.engine.deepspeed import (
@@ -20,7 +20,7 @@ from ds_compress.engine.deepspeed import (
     loss_scale,
 )
 from ds_compress.engine.handshake import SharedWarning
-from ds_compress.engine.intercept import PointToPoint, Receiving, Sending, Specs
+from ds_compress.engine.intercept import PointToPoint, Receiving, Sending
 from ds_compress.engine.lookahead import ORDERED, Lookahead
 from ds_compress.engine.stage import Stage, StepContext
 from ds_compress.engine.wiring import wire
@@ -135,7 +135,8 @@ class MessagePath:
         if training or not engine.is_last_stage():
             self.post_activations()
         if stage.after is not None and training and engine.grad_layer is not None:
-            stage.post_receives(schedule.RecvGrad, expected.gradients_received(engine, stage))
+            found = expected.gradients_received(engine, stage.announced, stage.after)
+            stage.post_receives(schedule.RecvGrad, found)
 
     def post_activations(self) -> None:
         """Let activations be received ahead; in evaluation the last stage waits until it has loaded data. If
@@ -158,7 +159,9 @@ class MessagePath:
         sending = Sending(
             stage=engine.next_stage if forward else engine.prev_stage,
             channel=end.channel,
-            expected=functools.partial(expected.next_message, stage, end.channel, lambda: gradients),
+            expected=functools.partial(
+                expected.next_message, stage.announced, end.channel, lambda: gradients
+            ),
             dispatch=functools.partial(stage.dispatch, instruction, buffer_id),
             is_one_message=forward and is_deepspeeds(run.func),
         )
@@ -187,10 +190,12 @@ class MessagePath:
         is_own = is_deepspeeds(run.func)
         if not forward and is_own:
             expected.check_gradients(engine, buffer_id, end.channel.boundary)
-        gradients = functools.partial(expected.gradients_received, engine, stage)
+        gradients = functools.partial(
+            expected.gradients_received, engine, stage.announced, end.channel.boundary
+        )
         receiving = Receiving(
             stage=engine.prev_stage if forward else engine.next_stage,
-            expected=functools.partial(expected.next_message, stage, end.channel, gradients),
+            expected=functools.partial(expected.next_message, stage.announced, end.channel, gradients),
             fetch=functools.partial(stage.fetch, instruction, buffer_id),
             copies=not is_own,
         )
@@ -203,7 +208,7 @@ class MessagePath:
         if forward and self.lookahead.tracking:
             self.mark_received(as_list(engine.pipe_buffers["inputs"][buffer_id]), end.channel.boundary)
 
-    def _note_left_alone(self, channel: Channel, gradients: Specs) -> None:
+    def _note_left_alone(self, channel: Channel, gradients: expected.Specs) -> None:
         """Warn once that a send instruction sent no message; raise where compression is required."""
         stage, number, forward = self.stage, channel.boundary.number, channel.direction == "forward"
         why = stage.left_because.get(number, "its tensors are not announced")

@@ -21,7 +21,7 @@ from ds_compress.engine.deepspeed import PipelineEngine
 from ds_compress.engine.evaluation import run_eval_batch
 from ds_compress.engine.intercept import ShapeMessage, receiving
 from ds_compress.engine.session import Session
-from ds_compress.engine.tied import reduce_tied_gradients
+from ds_compress.engine.tied_gradients import reduce_tied_gradients
 from ds_compress.message.layout import tensors_in
 
 _UNTIMED = contextlib.nullcontext()

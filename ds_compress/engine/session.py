@@ -19,9 +19,9 @@ from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.config.recipes import with_changes
 from ds_compress.engine.deepspeed import PipelineEngine, steps_per_epoch
 from ds_compress.engine.evaluation import replay
-from ds_compress.engine.gradients import connect_replicas
 from ds_compress.engine.message_path import MessagePath
-from ds_compress.engine.tied import connect_copies
+from ds_compress.engine.replica_gradients import connect_replicas
+from ds_compress.engine.tied_gradients import connect_copies
 from ds_compress.engine.wiring import set_connections, wire_extra_links
 from ds_compress.errors import CompressionError
 from ds_compress.message.part import Change, RuntimePart, Step

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ds_compress.codec import MessageId, TensorSpec
 from ds_compress.config import Config
-from ds_compress.engine.intercept import PointToPoint, ShapeLinks, Specs
+from ds_compress.engine.expected import Specs
+from ds_compress.engine.intercept import PointToPoint, ShapeLinks
 from ds_compress.message.channel import Boundary, Channel
 from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
 from ds_compress.transport.codec_stream import Made

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ds_compress.hf.model import pipeline_module
+    from ds_compress.hf.transformers_pipeline import pipeline_module
 
 __all__ = ["pipeline_module"]
 
@@ -13,7 +13,7 @@ def __getattr__(name: str) -> Any:
     if name != "pipeline_module":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from ds_compress.hf.model import pipeline_module
+        from ds_compress.hf.transformers_pipeline import pipeline_module
     except ImportError as error:
         raise ImportError(f'{error}; pip install "ds_compress[hf]"') from error
 

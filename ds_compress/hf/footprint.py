@@ -20,10 +20,10 @@ from torch.utils.flop_counter import flop_registry
 from transformers import PretrainedConfig
 
 from ds_compress.errors import failures_at
-from ds_compress.hf.model import plan_parts
 from ds_compress.hf.part import AFTER, EMBEDDING, LAYER, Part, add_adapters, causal_lm_loss
 from ds_compress.hf.quantized import count_bytes, is_quantized
 from ds_compress.hf.settings import DTYPES, Settings
+from ds_compress.hf.transformers_pipeline import plan_parts
 
 OPTIMIZER_STATES = {"sgd": 0, "lion": 1}
 """fp32 values of optimizer state per trained value, for optimizers that do not have 2 as Adam does."""

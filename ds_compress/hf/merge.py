@@ -18,10 +18,10 @@ from transformers.core_model_loading import revert_weight_conversion
 from ds_compress.checkpoint.file import save_readable
 from ds_compress.errors import CompressionError, errors_at, failures_at
 from ds_compress.hf.documents import list_texts
-from ds_compress.hf.model import LoadedPart, load_config, plan_parts
 from ds_compress.hf.quantized import dequantize, make_plain
 from ds_compress.hf.run_folder import LATEST, read_name
 from ds_compress.hf.settings import DTYPES, NAME, Settings, read_settings
+from ds_compress.hf.transformers_pipeline import LoadedPart, load_config, plan_parts
 from ds_compress.hf.weights import INDEX
 
 ADAPTER = "adapter"

@@ -25,9 +25,9 @@ from ds_compress.errors import CompressionError, differences, failures_at, in_on
 from ds_compress.hf.collective import gather_digests, gather_integers, raised_on_all_ranks
 from ds_compress.hf.data import IDS, Sequences
 from ds_compress.hf.input_checks import check_launch, check_length, check_tokens, zero_stage
-from ds_compress.hf.model import load_config, pipeline_module
 from ds_compress.hf.run_folder import BEST, LATEST, RunFolder, checkpoint_name
 from ds_compress.hf.settings import DTYPES, NAME, Settings, read_settings
+from ds_compress.hf.transformers_pipeline import load_config, pipeline_module
 from ds_compress.monitor.monitor import record_results, record_settings
 from ds_compress.monitor.progress import Progress
 from ds_compress.sites.store import run_in_thread

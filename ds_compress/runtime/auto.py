@@ -2,9 +2,9 @@
 
 Two steps at the end of the warm-up, or the second and the third where there is none, are measured as for
 depth "auto"; in the last of them each end of a boundary copies the messages of the first micro-batches, and
-evaluates all candidates on them (planning/evaluate.py). One collective gathers the results on all ranks, and
-each makes the same choice (planning/choice.py): the recipe with the shortest predicted step whose errors are
-within the error budget. It holds from the next step on; checkpoints contain it.
+evaluates all candidates on them (planning/candidate_errors.py). One collective gathers the results on all
+ranks, and each makes the same choice (planning/choice.py): the recipe with the shortest predicted step whose
+errors are within the error budget. It holds from the next step on; checkpoints contain it.
 """
 
 import json
@@ -24,6 +24,7 @@ from ds_compress.message.clock import HostClock, clock_for
 from ds_compress.message.observer import Observer, SeenMessage, observing
 from ds_compress.message.part import Change, Engine, StageView
 from ds_compress.planning.balance import balance_layers, is_uneven
+from ds_compress.planning.candidate_errors import REPEATS, UNKNOWN, Messages, evaluate, is_informative
 from ds_compress.planning.choice import (
     BASELINE,
     Candidate,
@@ -36,7 +37,6 @@ from ds_compress.planning.choice import (
     rank,
     uncompressed_recipe,
 )
-from ds_compress.planning.evaluate import REPEATS, UNKNOWN, Messages, evaluate, is_informative
 from ds_compress.planning.schedule import is_deepspeed_schedule
 from ds_compress.planning.step_time import Workload
 from ds_compress.runtime.depth import MEASURED, DepthController

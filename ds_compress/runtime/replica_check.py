@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ds_compress.checkpoint.search import MOST_SIDES, Side
+from ds_compress.checkpoint.restore import MOST_SIDES, Side
 from ds_compress.config import DIRECTIONS
 from ds_compress.feedback.digest import window_digest
 from ds_compress.message.part import RuntimePart, StageView, Step

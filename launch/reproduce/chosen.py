@@ -13,6 +13,7 @@ from ds_compress.config import DIRECTIONS
 from ds_compress.config.recipes import LIMITS, recipe
 from ds_compress.message.clock import clock_for
 from ds_compress.message.observer import observing
+from ds_compress.planning.candidate_errors import Messages, evaluate
 from ds_compress.planning.choice import (
     Evaluation,
     candidates_for,
@@ -21,7 +22,6 @@ from ds_compress.planning.choice import (
     rank,
     uncompressed_recipe,
 )
-from ds_compress.planning.evaluate import Messages, evaluate
 from ds_compress.planning.step_time import LinkSpeed, Workload
 from ds_compress.runtime.auto import MessageCopies
 from ds_compress.simulate import simulate

@@ -17,7 +17,7 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import nn
 
 from ds_compress.checkpoint import checkpointer
-from ds_compress.checkpoint.search import ABSENT, CHANGED, DIFFERENT, RESTORED, UNREADABLE, Verdict
+from ds_compress.checkpoint.restore import ABSENT, CHANGED, DIFFERENT, RESTORED, UNREADABLE, Verdict
 from ds_compress.codecs.quantize import Quantize
 from ds_compress.runtime import stage_profile
 from ds_compress.runtime.depth import MEASURED

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_compress.checkpoint import search
+from ds_compress.checkpoint import restore
 from ds_compress.checkpoint.checkpointer import entries_of
 from ds_compress.checkpoint.file import StateFile, write
-from ds_compress.checkpoint.search import ABSENT, CHANGED, RESTORED, UNFIT, UNREADABLE, Found, Rank, Side
+from ds_compress.checkpoint.restore import ABSENT, CHANGED, RESTORED, UNFIT, UNREADABLE, Found, Rank, Side
 from ds_compress.codec import TensorSpec
 from ds_compress.config import Config
 from ds_compress.config.replicas import ReplicasOptions, build_replica_codec
@@ -43,7 +43,7 @@ def train(sides, steps=2):
 
 def load(sides, root, rank=RANK):
     """What is found of each side under tag "b"."""
-    return [search.load_side(root, "b", rank, side, STEP) for side in sides]
+    return [restore.load_side(root, "b", rank, side, STEP) for side in sides]
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +80,8 @@ def attack(saved, count, seed):
                 if ours.status == RESTORED:
                     torch.testing.assert_close(ours.memories, before.memories, rtol=0, atol=0, msg=way)
                 assert ours.memories == {} or ours.status == RESTORED
-            rows = [search.Verdict.row((side.layer, 0, 0), side, own) for side, own in zip(sides, found)]
-            search.Verdict(row.tolist() for row in rows).report(root)
+            rows = [restore.Verdict.row((side.layer, 0, 0), side, own) for side, own in zip(sides, found)]
+            restore.Verdict(row.tolist() for row in rows).report(root)
             survived = all(ours.status == RESTORED for ours in found)
             counted = held if survived else refused
             counted[way] = counted.get(way, 0) + 1
@@ -177,13 +177,13 @@ def test_residuals_of_gradients_that_do_not_fit(tmp_path, caplog):
     packet = torch.zeros(codec.layout(own).nbytes, dtype=torch.uint8)
     codec.encode(own, torch.randn(4096), packet, GRADIENT, 0, 0)
     traffic = SimpleNamespace(kind="replicas", settings={"of": "this run"}, codec=codec)
-    key, file = search.gradients_key("replicas"), RANK.path(tmp_path / "b")
+    key, file = restore.gradients_key("replicas"), RANK.path(tmp_path / "b")
     file.parent.mkdir()
     (scales,) = (name for name in own.memory if name.endswith(".scales"))
     for memory, status in ((own.memory, RESTORED), ({**own.memory, scales: torch.zeros(3)}, UNFIT)):
         settings = {key: traffic.settings}
         write(file, entries_of({key: {0: memory}}), EXACT, version="0.4", step=STEP, settings=settings)
-        assert search.load_gradients(tmp_path, "b", RANK, traffic, STEP).status == status
+        assert restore.load_gradients(tmp_path, "b", RANK, traffic, STEP).status == status
     assert f"{file} does not fit" in caplog.text
 
 
@@ -201,10 +201,10 @@ def test_a_new_replica_takes_the_state_of_others_and_not_what_they_measured(save
     state = {"written": {}, "adopted": {"0": {}}, "policy": {"rungs": [], "state": {}}}
     path.write_bytes(signed(path, opened(path)[0], course=state, noted={"0": [1.0, 2.0]}))
     root, new = saved[1], Rank(1, 1, 0)
-    (own, measured), (others, none) = (search.saved_state(root, "b", rank, STEP) for rank in (RANK, new))
+    (own, measured), (others, none) = (restore.saved_state(root, "b", rank, STEP) for rank in (RANK, new))
     assert own == others and own["adopted"] == {"0": {}}
     assert measured == {"0": [1.0, 2.0]} and none == {}
-    assert search.saved_state(root, "b", RANK, STEP + 1) == ({}, {})
+    assert restore.saved_state(root, "b", RANK, STEP + 1) == ({}, {})
 
 
 def test_what_release_0_3_wrote_is_read(saved, tmp_path):

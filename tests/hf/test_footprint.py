@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from ds_compress.cli import main
 from ds_compress.hf import pipeline_module
 from ds_compress.hf.footprint import predict_footprint
-from ds_compress.hf.model import read_config
 from ds_compress.hf.quantized import TorchaoLinear
 from ds_compress.hf.settings import Settings
+from ds_compress.hf.transformers_pipeline import read_config
 from tests.hf.test_quantized import load
 from tests.support.finetuning import config, start_engine
 from tests.support.ranks import run_ranks

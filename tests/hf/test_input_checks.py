@@ -17,9 +17,9 @@ from transformers import AutoTokenizer
 
 from ds_compress.config import Config
 from ds_compress.hf.finetune import main
-from ds_compress.hf.model import read_config
 from ds_compress.hf.settings import read_settings
 from ds_compress.hf.training import FinetuneRun
+from ds_compress.hf.transformers_pipeline import read_config
 from launch.ports import reserved_port
 from tests.support.finetuning import DS_CONFIG, change, environment, perplexities, prepare, text
 from tests.support.interpreters import interpreter

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 
 from ds_compress.hf import weights
-from ds_compress.hf.model import assign_layers
 from ds_compress.hf.part import check_lora
+from ds_compress.hf.transformers_pipeline import assign_layers
 from tests.support.calls import wrapped
 from tests.support.finetuning import part_loaders, save
 from tests.support.refusals import refusal

@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from ds_compress.hf import pipeline_module
 from ds_compress.hf.merge import merge
-from ds_compress.hf.model import load_config
+from ds_compress.hf.transformers_pipeline import load_config
 from tests.support.finetuning import batch, load_model, prepare, run_model, save
 from tests.support.pipeline import ds_config
 from tests.support.ranks import run_ranks

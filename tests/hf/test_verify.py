@@ -8,8 +8,8 @@ import transformers
 from peft import LoraConfig, inject_adapter_in_model
 from transformers import LlamaForCausalLM
 
-from ds_compress.hf.model import plan_parts
 from ds_compress.hf.part import causal_lm_loss
+from ds_compress.hf.transformers_pipeline import plan_parts
 from ds_compress.hf.verify import make_tiny_config, verify_parts
 from tests.support.finetuning import (
     FAMILIES,

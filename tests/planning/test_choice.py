@@ -14,9 +14,9 @@ from ds_compress.config.recipes import LIMITS, ErrorLimits
 from ds_compress.message.channel import Boundary
 from ds_compress.message.clock import clock_for
 from ds_compress.planning import choice
+from ds_compress.planning.candidate_errors import REPEATS, UNKNOWN, evaluate
 from ds_compress.planning.choice import Candidate, Evaluation, candidates_for, combine, is_within, pick_best
 from ds_compress.planning.depth import MemoryBudget
-from ds_compress.planning.evaluate import REPEATS, UNKNOWN, evaluate
 from ds_compress.planning.step_time import LinkSpeed, Workload
 from ds_compress.testing import relative_error
 from tests.monitor.test_meters import gradients

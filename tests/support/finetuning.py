@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging
 
 from ds_compress.hf.data import Sequences
-from ds_compress.hf.model import LoadedPart, load_config, plan_parts
 from ds_compress.hf.part import causal_lm_loss
 from ds_compress.hf.settings import read_settings
+from ds_compress.hf.transformers_pipeline import LoadedPart, load_config, plan_parts
 from launch.ports import reserved_port
 from tests.support.interpreters import TRAINING, interpreter
 from tests.support.pipeline import ds_config

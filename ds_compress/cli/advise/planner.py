@@ -176,8 +176,8 @@ def predict_run(args: argparse.Namespace) -> "list[StageFootprint]":
 def _predict(args: argparse.Namespace) -> "list[StageFootprint]":
     try:
         from ds_compress.hf.footprint import predict_footprint
-        from ds_compress.hf.model import read_config
         from ds_compress.hf.settings import read_settings
+        from ds_compress.hf.transformers_pipeline import read_config
     except ImportError as error:
         raise CompressionError(f'{error}; pip install "ds_compress[hf]"') from None
     settings = read_settings(args.finetune)

@@ -1,7 +1,7 @@
 """Where gradients between replicas are taken from DeepSpeed: its functions that all-reduce a bucket.
 
     DeepSpeedEngine.allreduce_bucket           gradients of parameters, or BF16_Optimizer's flat buffers
-    DeepSpeedZeroOptimizer.allreduce_bucket    ZeRO-1: slices of gradients, see engine/optimizers.py
+    DeepSpeedZeroOptimizer.allreduce_bucket    ZeRO-1: slices of gradients, see engine/optimizer_mixins.py
 
 A bucket becomes parts of parameters, found by where their memory lies. Those that are compressed go through
 an `Exchange`; DeepSpeed's own function gets the others, or the whole bucket where there are no others.
@@ -28,10 +28,10 @@ from ds_compress.engine.deepspeed import (
     loss_scale,
     reduced_gradients,
 )
-from ds_compress.engine.optimizers import Exact, Owners, mix_in
-from ds_compress.engine.overlap import EarlyBuckets
+from ds_compress.engine.exchanged_gradients import GradientTraffic
+from ds_compress.engine.optimizer_mixins import Exact, Owners, mix_in
+from ds_compress.engine.overlapped_gradients import EarlyBuckets
 from ds_compress.engine.stage import Stage
-from ds_compress.engine.traffic import GradientTraffic
 from ds_compress.engine.wiring import connect_sets
 from ds_compress.message.part import Step
 from ds_compress.replicas.factors import build_exchange, compressed_parameters

@@ -26,9 +26,9 @@ from ds_compress.engine.deepspeed import (
     tied_gradient,
     tied_itemsize,
 )
-from ds_compress.engine.optimizers import has_autocast_scaler
+from ds_compress.engine.exchanged_gradients import GradientTraffic, describe
+from ds_compress.engine.optimizer_mixins import has_autocast_scaler
 from ds_compress.engine.stage import Stage
-from ds_compress.engine.traffic import GradientTraffic, describe
 from ds_compress.engine.wiring import connect_sets
 from ds_compress.replicas.exchange import Exchange
 from ds_compress.replicas.slices import DTYPES, Gradient, is_compressed
