@@ -25,8 +25,8 @@ from torch import Tensor
 
 from ds_compress.checkpoint.restore import Side
 from ds_compress.config import DIRECTIONS, KEY, Config
+from ds_compress.engine.announced_tensors import as_announced
 from ds_compress.engine.deepspeed import PipelineEngine, neighbour_stages, queue_message, take_queue
-from ds_compress.engine.expected import as_announced
 from ds_compress.engine.intercept import PointToPoint
 from ds_compress.engine.message_path import MessagePath
 from ds_compress.engine.mixin import RECEIVES, SENDS, CompressedEngine

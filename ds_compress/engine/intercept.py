@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_compress.engine.announced_tensors import Specs, as_announced, is_alike, refuse
 from ds_compress.engine.deepspeed import DEEPSPEED
-from ds_compress.engine.expected import Specs, as_announced, is_alike, refuse
 from ds_compress.message.channel import Channel
 from ds_compress.transport.p2p import Receiver, Sender
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ds_compress.checkpoint.restore import Side
 from ds_compress.config import Config
-from ds_compress.engine import expected
+from ds_compress.engine import announced_tensors
 from ds_compress.engine.deepspeed import (
     PipelineEngine,
     instruction_map,
@@ -135,7 +135,7 @@ class MessagePath:
         if training or not engine.is_last_stage():
             self.post_activations()
         if stage.after is not None and training and engine.grad_layer is not None:
-            found = expected.gradients_received(engine, stage.announced, stage.after)
+            found = announced_tensors.gradients_received(engine, stage.announced, stage.after)
             stage.post_receives(schedule.RecvGrad, found)
 
     def post_activations(self) -> None:
@@ -155,12 +155,12 @@ class MessagePath:
             stage.enter_unscheduled(self.step_context())
         end = stage.senders[instruction, 0]
         before, forward = end.messages, instruction is schedule.SendActivation
-        gradients = () if forward else expected.gradients_sent(engine, buffer_id)
+        gradients = () if forward else announced_tensors.gradients_sent(engine, buffer_id)
         sending = Sending(
             stage=engine.next_stage if forward else engine.prev_stage,
             channel=end.channel,
             expected=functools.partial(
-                expected.next_message, stage.announced, end.channel, lambda: gradients
+                announced_tensors.next_message, stage.announced, end.channel, lambda: gradients
             ),
             dispatch=functools.partial(stage.dispatch, instruction, buffer_id),
             is_one_message=forward and is_deepspeeds(run.func),
@@ -189,13 +189,15 @@ class MessagePath:
         before, forward = end.messages, instruction is schedule.RecvActivation
         is_own = is_deepspeeds(run.func)
         if not forward and is_own:
-            expected.check_gradients(engine, buffer_id, end.channel.boundary)
+            announced_tensors.check_gradients(engine, buffer_id, end.channel.boundary)
         gradients = functools.partial(
-            expected.gradients_received, engine, stage.announced, end.channel.boundary
+            announced_tensors.gradients_received, engine, stage.announced, end.channel.boundary
         )
         receiving = Receiving(
             stage=engine.prev_stage if forward else engine.next_stage,
-            expected=functools.partial(expected.next_message, stage.announced, end.channel, gradients),
+            expected=functools.partial(
+                announced_tensors.next_message, stage.announced, end.channel, gradients
+            ),
             fetch=functools.partial(stage.fetch, instruction, buffer_id),
             copies=not is_own,
         )
@@ -208,7 +210,7 @@ class MessagePath:
         if forward and self.lookahead.tracking:
             self.mark_received(as_list(engine.pipe_buffers["inputs"][buffer_id]), end.channel.boundary)
 
-    def _note_left_alone(self, channel: Channel, gradients: expected.Specs) -> None:
+    def _note_left_alone(self, channel: Channel, gradients: announced_tensors.Specs) -> None:
         """Warn once that a send instruction sent no message; raise where compression is required."""
         stage, number, forward = self.stage, channel.boundary.number, channel.direction == "forward"
         why = stage.left_because.get(number, "its tensors are not announced")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ds_compress.codec import MessageId, TensorSpec
 from ds_compress.config import Config
-from ds_compress.engine.expected import Specs
+from ds_compress.engine.announced_tensors import Specs
 from ds_compress.engine.intercept import PointToPoint, ShapeLinks
 from ds_compress.message.channel import Boundary, Channel
 from ds_compress.message.channel_end import ReceivingEnd, SendingEnd

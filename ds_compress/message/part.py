@@ -95,8 +95,8 @@ class Change(NamedTuple):
 class RuntimePart:
     """Watches training, and decides. Its methods do nothing; override what you need.
 
-    Every rank calls each of them alike. A part holds neither the session nor, unless it exchanges gradients,
-    the engine.
+    Every rank calls each of them alike. A part may hold the stage, but neither the session nor, unless it
+    exchanges gradients, the engine.
     """
 
     key = ""
