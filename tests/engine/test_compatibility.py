@@ -166,7 +166,7 @@ BLOCKS["a note like the message"] = (*LOSSLESS, "quantize")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended(keep=1)
 def test_program(name):
     blocks = {block: programs.BLOCKS[block] for block in BLOCKS.get(name, programs.BLOCKS)}
     ranks = run_ranks(PROGRAMS[name].stages, train_all, PROGRAMS[name], blocks)
@@ -196,6 +196,7 @@ def train_numbered(axes, blocks):
     return (engine.stage_id, replica), found
 
 
+@pytest.mark.extended
 def test_stages_of_a_replica_have_consecutive_ranks():
     """As qlora-pipe numbers them, so that only gradients of adapters cross machines; once untested."""
     eight = {"codec": {"name": "quantize", "bits": 8}}
@@ -255,6 +256,7 @@ def with_shapes_of_its_own(block):
     return [engine.train_batch(data).item() for _ in range(2)]
 
 
+@pytest.mark.extended
 def test_messages_that_are_left_to_deepspeed_leave_at_their_places():
     """In the first batch they left as soon as they were computed. DeepSpeed's sends wait for the receiver, so
     stages that sent to each other waited without end."""

@@ -88,6 +88,7 @@ def test_private_names_of_deepspeed_stand_in_one_file():
             assert allowed and node.attr in listed(), f"{path}: {whose}.{node.attr}"
 
 
+@pytest.mark.extended
 def test_overridden_names_are_listed():
     nodes = itertools.chain.from_iterable(map(ast.walk, parsed().values()))
     classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
@@ -189,6 +190,7 @@ def without_the_schedule():
     return train(2, ds_config(GUARDED))
 
 
+@pytest.mark.extended
 def test_the_guard_evaluates_where_deepspeed_has_no_schedule_for_it():
     """It ended in AttributeError at the first check of a loss in DeepSpeed 0.19.3 and 0.19.6."""
     ours, theirs = run_ranks(2, without_the_schedule), run_ranks(2, train, 2, ds_config(GUARDED))

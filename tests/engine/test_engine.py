@@ -173,6 +173,7 @@ def test_the_line():
         assert expected in line, block
 
 
+@pytest.mark.extended
 def test_the_line_over_nccl_says_what_later_steps_do():
     """It is printed after the first one, which is in the order of the schedule whatever the next ones are."""
     cases = [case for case in LINES if not case[0].module]
@@ -274,6 +275,7 @@ def evaluated(block, evaluations=2):
 
 
 @pytest.mark.parametrize("feedback", ["none", "ef21"])
+@pytest.mark.extended(keep=1)
 def test_both_losses_of_one_model(feedback):
     """Each is what the setting of its name gives; training, and the data, go on as with either of them."""
     block = {**TENTH_BLOCK, "forward": {"codec": TENTH, "feedback": feedback}}

@@ -6,7 +6,7 @@ from tests.support.pipeline_kinds import KINDS, problems
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended(keep=1)
 def test_kind(name):
     if not KINDS[name].possible():
         pytest.skip("DeepSpeed itself cannot do this here")
