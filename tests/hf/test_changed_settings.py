@@ -38,7 +38,7 @@ LR = "ds_config.optimizer.params.lr"
     ],
     ids=["schedule added", "schedule removed", "rate of a schedule", "constant rate"],
 )
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended(keep=1)
 def test_the_learning_rate_is_that_of_train_json(tmp_path, first, then, expected, named):
     """An added schedule ended in an AttributeError. After one that was removed the rate stayed at its last
     value, which is 0 after the last step. Another rate had no effect."""
@@ -73,6 +73,7 @@ def test_what_a_checkpoint_does_not_fit_is_named(tmp_path):
 
 @pytest.mark.parametrize("lora", [None, {"r": 8}], ids=["all parameters", "adapters"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.extended(keep=1)
 def test_other_layers_of_stages_are_refused_on_every_rank(tmp_path, lora, dtype):
     """Of all parameters in bf16, the stage that got fewer layers said "The size of tensor a (10848) must
     match the size of tensor b (26336)", and the other one waited until that had ended."""

@@ -85,7 +85,7 @@ def train_in_one_process(model, adapters):
 
 
 @pytest.mark.parametrize(("family", "kind", "is_stored"), CASES)
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended(keep=1)
 def test_two_stages_train_and_merge_as_one_process(tmp_path, family, kind, is_stored):
     folder, out, merged = save(family, tmp_path / "model"), tmp_path / "out", tmp_path / "merged"
     # In evaluation, int8 rounds activations too, so whole weights compute something else
@@ -121,7 +121,8 @@ def run(path, **changes):
     return losses(path.parent / "out"), done.perplexity()
 
 
-@pytest.mark.parametrize("family", ["Llama", pytest.param("Qwen3", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+@pytest.mark.extended
 def test_a_run_is_resumed_and_merged(tmp_path, family):
     path = prepare(tmp_path / "whole", family, quantize="nf4", eval_sequences=4, steps=4)
     (found, after), _ = run_ranks(2, run, path)

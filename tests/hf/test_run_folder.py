@@ -98,6 +98,7 @@ def test_a_file_that_is_damaged_is_named(copy, name):
         assert f"machine1/step4/{name} cannot be read: copy it again, or name an earlier" in said
 
 
+@pytest.mark.extended
 def test_a_machine_whose_settings_are_damaged_goes_on_with_the_others(trained, copy):
     """It compared them with nothing, and was in another collective than the others."""
     _, after = trained
@@ -240,7 +241,7 @@ def train_without_a_folder(path):
 
 
 @pytest.mark.parametrize("block", [BLOCK, None], ids=["compressed", "DeepSpeed alone"])
-@pytest.mark.extended(keep=1)
+@pytest.mark.extended
 def test_a_checkpoint_without_a_folder_is_said_on_every_rank(tmp_path, block):
     """A full disk may have no place for a folder, either; that rank ended alone, with a traceback."""
     config = {**DS_CONFIG, "ds_compress": block} if block else DS_CONFIG
@@ -303,7 +304,7 @@ def saved(path):
 
 
 @pytest.mark.parametrize(("block", "zero"), [(None, 0), (BLOCK, 1)], ids=["uncompressed", "zero-1"])
-@pytest.mark.extended(keep=1)
+@pytest.mark.extended
 def test_the_last_file_of_the_slowest_rank_is_written_before_it(tmp_path, block, zero):
     config = {**DS_CONFIG, "zero_optimization": {"stage": zero}} | ({"ds_compress": block} if block else {})
     for early in run_ranks(2, saved, prepare(tmp_path, steps=1, ds_config=config)):

@@ -87,7 +87,7 @@ def test_what_a_pipeline_cannot_do_is_refused(key):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.extended(keep=5)
+@pytest.mark.extended(keep=3)
 def test_documents_are_kept_apart_or_it_is_refused(family):
     """Which families do depends on the release of Transformers: in 5.24 Falcon does, which once did not."""
     if keeps_documents_apart(config(family)):
@@ -101,7 +101,7 @@ def test_most_families_keep_documents_apart():
     assert {"Llama", "Qwen3", "GPT-2", "Mixtral"} <= apart and apart.isdisjoint({"OPT", "BLOOM"})
 
 
-@pytest.mark.extended(keep=5)
+@pytest.mark.extended(keep=3)
 def test_what_is_checked_has_every_kind_of_layer_and_little_else():
     for given in map(config, FAMILIES):
         kinds = set(getattr(given, "layer_types", None) or ())
@@ -275,7 +275,7 @@ def assert_equal(parts, model, ids, labels):
         assert (ours[name] - gradient).norm() <= 1e-5 * (gradient.norm() + 1e-3 * scale), name
 
 
-@pytest.mark.extended(keep=5)
+@pytest.mark.extended(keep=3)
 def test_logits_loss_and_gradients_are_those_of_the_whole(checkpoint):
     parts, model = built(checkpoint), load_model(checkpoint)
     assert_equal(parts, model, *batch())
@@ -283,7 +283,7 @@ def test_logits_loss_and_gradients_are_those_of_the_whole(checkpoint):
     assert sum(own.values()) == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.extended(keep=5)
+@pytest.mark.extended(keep=3)
 def test_adapters_learn_what_they_learn_in_the_whole(checkpoint):
     parts = built(checkpoint, lora())
     model = inject_adapter_in_model(lora(), load_model(checkpoint).requires_grad_(False))
