@@ -95,7 +95,7 @@ def ranks(world, *args, check=True, **options):
 
 
 @pytest.mark.parametrize("name", FEEDBACKS)
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended(keep=1)
 def test_resuming_equals_going_on(name, tmp_path):
     """The first loss of the guard is state too, with which no checkpoint was written."""
     replicas = 2 if name in ("ef", "ef21", "state of a codec", "aqsgd") else 1
@@ -431,6 +431,7 @@ def test_a_resumed_run_goes_on_at_its_depth_until_it_is_measured_anew(tmp_path):
     (AUTO, MANY + 1, 1),  # more may be under way than were when memory was measured
     ({"depth": 2}, MANY, 2),  # the block says so
 ], ids=["other micro-batches", "a fixed depth"])  # fmt: skip
+@pytest.mark.extended
 def test_what_does_not_take_the_depth_from_a_checkpoint(link, micro_batches, expected, tmp_path):
     run_ranks(2, run_at_depth, tmp_path, 0, AUTO, 0.5)
     for _, depths in run_ranks(2, run_at_depth, tmp_path, CHOSEN, link, 0.5, micro_batches):

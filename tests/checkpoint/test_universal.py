@@ -45,7 +45,8 @@ def of_layer_4(state, number):
     return {key.split("/", 1)[1]: value for key, value in state.items() if key.startswith(f"{number}/")}
 
 
-@pytest.mark.parametrize("block", [{}, LOSSY], ids=["none", "ef21"])
+@pytest.mark.parametrize("block", [LOSSY, {}], ids=["ef21", "none"])
+@pytest.mark.extended(keep=1)
 def test_two_stages_go_on_where_four_have_stopped(block, tmp_path, monkeypatch):
     """Layer 4 begins a stage in both runs: its boundary, 1 of 3 and then the only one, keeps its state."""
     four = run_ranks(4, run, 4, block, tmp_path)
