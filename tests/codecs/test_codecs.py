@@ -115,7 +115,7 @@ HOSTILE = [0.0, 1e-6, 0.01, 0.3, 0.5, 1.0, 1.0, 3.0, 1e4]
 
 
 @pytest.mark.parametrize("choice", choices(), ids=label)
-@pytest.mark.extended(keep=20)
+@pytest.mark.extended(keep=10)
 @settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(HOSTILE), st.sampled_from([-1, 1])), min_size=1, max_size=70),

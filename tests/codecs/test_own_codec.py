@@ -37,6 +37,7 @@ def run_example(word):
     exec(compile(example, "write-a-codec.md", "exec"), {"__name__": "contributing"})
 
 
+@pytest.mark.extended
 def test_the_example_of_the_page():
     run_example("@register(")
     check_codec("acsgd")

@@ -70,6 +70,7 @@ def test_the_ends_of_the_range_arrive_finite(choice, dtype, backend):
 )
 @example({"name": "fp16"}, torch.float32, (-126, -120), (3, 5), 0)  # no fp32 is 1 over the smallest ones
 @settings(max_examples=30, deadline=None)
+@pytest.mark.extended
 def test_finite_numbers_of_any_size_arrive_finite(choice, dtype, exponents, shape, seed):
     """Kernels and plain PyTorch send the same packets of them."""
     trial, spec = trial_of(choice), TensorSpec(shape, dtype, torch.device("cpu"))

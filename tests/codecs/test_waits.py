@@ -102,7 +102,7 @@ def send_twice(codec, direction="forward", **stash):
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
-@pytest.mark.extended(keep=8)
+@pytest.mark.extended(keep=5)
 def test_codecs(choice):
     """`entropy` waited for each message, nearest and dithered."""
     send_twice(build(choice))

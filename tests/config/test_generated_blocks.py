@@ -147,6 +147,7 @@ ANY_JSON = st.recursive(
 
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from([keys for *_, keys in models()]), ANY_JSON)
+@pytest.mark.extended
 def test_any_json_at_any_place(keys, value):
     """The block itself is the first place."""
     line = refusal(put({}, keys, value) if keys else value)
