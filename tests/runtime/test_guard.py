@@ -128,6 +128,7 @@ def test_every_layout_of_ranks(stages, replicas, link):
 
 
 @pytest.mark.parametrize("forward", [COARSE, {"codec": {"name": "quantize", "bits": 2}}])
+@pytest.mark.extended(keep=1)
 def test_the_cost_is_that_of_two_evaluations(forward):
     first = run_ranks(2, trained, 2, pipeline.ds_config(block(forward, every=3)), 3, None, True)[0]
     (cost,) = first["cost"]
@@ -189,6 +190,7 @@ def test_harm_in_both_directions_ends_a_run(codec, why):
 
 
 @pytest.mark.parametrize("backward, ends", [(STOCHASTIC, False), (COARSE, True)])
+@pytest.mark.extended(keep=1)
 def test_gradients_are_judged_by_what_does_not_average_out(backward, ends):
     """Unbiased ones were warned of for their error of 0.7; biased ones trained on at any error."""
     config = pipeline.ds_config(block(FINE, backward, every=5, action="stop"), replicas=2)
@@ -379,6 +381,7 @@ def judged(config, folder, saved=0):
 
 
 @pytest.mark.parametrize("saved", [1, 3])
+@pytest.mark.extended(keep=1)
 def test_a_resumed_run_is_judged_by_the_same_measurements(saved, tmp_path):
     """It was judged by another micro-batch, and forgot which residual had lasted."""
     limits = {"residual": 1e6, "error": 9.0, "gradient_error": 1e6, "loss": 1e6}

@@ -89,10 +89,10 @@ def shared_store():
     return connect(os.environ[STORE], seconds=300)
 
 
-@pytest.mark.parametrize("delay", [0, 1, 3])
+@pytest.mark.parametrize("delay", [1, 0, 3])
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended(keep=1)
 def test_anchors_are_equal_after_every_round(kind, stages, delay, store):
     """I1; without delay the weights are those of the anchor, too."""
     results = run_launches(2, stages, train, stages, ds_config(block(delay=delay), **KINDS[kind]), 9)
@@ -105,7 +105,7 @@ def test_anchors_are_equal_after_every_round(kind, stages, delay, store):
 
 
 @pytest.mark.parametrize("delay, other", [(0, CODEC), (1, CODEC), (3, CODEC), (1, {"codec": "none"})])
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended(keep=1)
 def test_weights_are_those_of_the_simulation(delay, other, store):
     """Also if the other launch has a codec of its own: it is not told here, its packets say it."""
     config, theirs = ds_config(block(delay=delay)), block(delay=delay)
