@@ -120,6 +120,7 @@ def test_an_interrupted_grid_goes_on_to_the_same_rows(whole, data, tmp_path):
     assert (tmp_path / "smoke.jsonl").read_text().startswith("".join(lines[:5])), "what was there stays"
 
 
+@pytest.mark.extended
 def test_replicas_train_on_parts_of_a_batch(data, tmp_path, monkeypatch):
     """Uncompressed they compute what one replica does, up to rounding."""
     size = replace(PRESETS["smoke"]["language"], hidden=64)  # matrices large enough to be compressed
@@ -243,6 +244,7 @@ def test_runs_start_from_shared_weights_or_from_their_seed(name, changes, is_sha
 
 
 @pytest.mark.parametrize(("quality", "bits"), [("safe", 4), ("aggressive", 2.5)])
+@pytest.mark.extended(keep=1)
 def test_auto_trains_with_what_its_budget_allows(quality, bits, data, tmp_path):
     """Behind a slow link it takes the fewest bytes whose errors are within the budget, from the fourth step
     on."""
