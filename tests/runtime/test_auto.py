@@ -270,6 +270,7 @@ def trained_by_a_forward_pass_of_its_own(stage):
 
 
 @pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.extended(keep=1)
 def test_passes_that_are_not_measured_leave_messages_uncompressed(stage, stock):
     """A program that replaces an instruction of a live engine, as public ones do, ended in its third step by
     a division by zero."""

@@ -159,6 +159,7 @@ def test_ranks_choose_alike_and_none_equals_stock(stages, ranks, best, chosen, t
     assert not any(lines for *_, lines, _ in ours[1:])
 
 
+@pytest.mark.extended
 def test_extra_links_that_come_later_have_as_many():
     for numbers in run_ranks(3, extended):
         assert numbers == [{4}, {4}, {1}]
@@ -185,6 +186,7 @@ def extended():
     return found
 
 
+@pytest.mark.extended
 def test_depth_auto_is_measured_over_the_number_chosen():
     block = {"link": {"connections": "auto", "depth": "auto", "memory_gb": 1}}
     for *_, numbers, probed, _, link in run_ranks(2, trained, 2, block, 4.2):

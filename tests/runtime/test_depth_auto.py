@@ -30,7 +30,7 @@ def far(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["tensor", "data-parallel", "bf16", "tied"])
-@pytest.mark.extended(keep=1)
+@pytest.mark.extended
 def test_none_equals_stock_and_codecs_give_what_they_give_at_depth_1(far, name):
     check(name, at_depths({"none": {}}, "auto") | at_depths({"quantize": BLOCKS["quantize"]}, 1, "auto"))
 
@@ -51,6 +51,7 @@ def depths(stages, replicas, link, found, micro_batches=(9,) * 5):
 
 
 @pytest.mark.parametrize("stages, replicas", [(3, 1), (2, 2)])
+@pytest.mark.extended(keep=1)
 def test_a_far_link_goes_deeper_on_all_ranks_at_once(stages, replicas):
     (first, lines), *others = run_ranks(stages * replicas, depths, stages, replicas, AUTO, FAR)
     assert all(ran == first and not message for ran, message in others)

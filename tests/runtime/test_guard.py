@@ -117,7 +117,7 @@ def test_training_goes_on_as_without_it(name, specs, changes):
 
 
 @pytest.mark.parametrize("stages, replicas, link", [(3, 1, {"depth": 2}), (2, 2, {"mode": "blocking"})])
-@pytest.mark.extended(keep=1)
+@pytest.mark.extended
 def test_every_layout_of_ranks(stages, replicas, link):
     blocks = [{**block(COARSE, REUSE, every=every), "link": link} for every in (2, 0)]
     configs = [pipeline.ds_config(each, replicas=replicas) for each in blocks]
@@ -235,7 +235,7 @@ def near_zero(codec, floor, unit):
 
 @pytest.mark.parametrize("unit", [1.0, 1e6])
 @pytest.mark.parametrize("codec", ["bf16", {"name": "quantize", "bits": 8}])
-@pytest.mark.extended(keep=1)
+@pytest.mark.extended
 def test_a_run_near_zero_loss_is_not_stopped(codec, unit):
     """Of a loss of 1e-5 any rounding is more than 5 %: such runs ended, later in another unit."""
     floors = {}, {"loss_floor": 0.0}

@@ -125,7 +125,7 @@ def test_replicas_are_compared_on_their_own():
 
 
 @pytest.mark.parametrize("sliced", [False, True])
-@pytest.mark.extended(keep=1)
+@pytest.mark.extended
 def test_tensor_parallel_ranks_start_anew_together(sliced):
     """They send the same bytes: one of them alone would send what the others do not."""
     pipeline = {"pipe_partitioned": sliced, "grad_partitioned": sliced}
@@ -138,6 +138,7 @@ def test_tensor_parallel_ranks_start_anew_together(sliced):
     assert [rank["held"][2 * EVERY - 1][0, "forward"] for rank in ranks] == [0] * 4
 
 
+@pytest.mark.extended
 def test_dualpipev():
     """Rank 0 has boundaries 0 and 1 with the same neighbour, one of each phase."""
     dualpipev = pytest.importorskip("deepspeed.runtime.pipe.dualpipev")
