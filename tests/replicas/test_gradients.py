@@ -124,7 +124,7 @@ def test_every_way_of_zero(kind, options):
 
 @pytest.mark.parametrize("feedback", ["ef", "loco"])
 @pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.extended(keep=1)
+@pytest.mark.extended
 def test_overflows_skip_the_steps_that_deepspeed_skips(stages, feedback):
     """I4. The last step overflows as well, in one replica alone; residuals are in units without the scale."""
     kind = KINDS["fp16 zero 1"]

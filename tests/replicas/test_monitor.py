@@ -33,6 +33,7 @@ BETWEEN = {"replicas": "between replicas", "tied": "of tied weights between stag
 
 
 @pytest.mark.parametrize("kind, stages", [("replicas", 1), ("replicas", 2), ("tied", 2)])
+@pytest.mark.extended(keep=1)
 def test_values_of_each_stage_are_written(kind, stages, tmp_path):
     sink = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
     specs, replicas, matrices = (tied_layers, 1, 1) if kind == "tied" else (wide_layers, 2, 8 // stages)

@@ -110,7 +110,7 @@ def digests_of(ranks):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("stages", "replicas"), [(1, 2), (2, 2), (1, 3)])
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended(keep=1)
 def test_overlap_changes_nothing_but_the_time(kind, stages, replicas):
     options = {"codec": {"name": "quantize", "bits": 4}, "feedback": "ef", "bucket_mb": 1}
     prepare = freeze if kind == "frozen later" else nothing
@@ -212,6 +212,7 @@ def make_hooks_within(engine, step):
 
 @pytest.mark.parametrize("make", [make_hooks, make_hooks_within], ids=["before a step", "within a step"])
 @pytest.mark.parametrize("changes", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@pytest.mark.extended(keep=1)
 def test_gradients_leave_after_the_hooks_of_a_program(changes, make):
     """Made after `initialize`: in bf16 they found no gradient and raised, in fp32 that of a parameter that
     completes a bucket was ignored."""

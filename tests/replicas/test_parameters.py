@@ -60,7 +60,7 @@ def follow(config):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.extended(keep=1)
+@pytest.mark.extended
 def test_parameters_follow_the_optimizers(bits):
     """Errors do not add up: each difference holds what the one before has lost."""
     exact = run_ranks(2, follow, ds_config(block("none"), replicas=2, **BF16))

@@ -93,6 +93,7 @@ def test_auto_probes_the_links_to_replicas():
 
 
 @pytest.mark.parametrize("recipe", [{}, {"recipe": "auto"}], ids=["depth", "recipe"])
+@pytest.mark.extended(keep=1)
 def test_auto_chooses_nothing_where_no_packet_is_sent(recipe):
     """Depth and recipe were chosen by the slowest of no links, and the worst of no messages: ValueError. Sums
     have one connection, whatever a link would give."""
