@@ -106,7 +106,7 @@ ORDERS += ["ds_compress, torch, deepspeed; ds_compress.autoload.hook()"]
 
 
 @pytest.mark.parametrize("imports", ORDERS)
-@pytest.mark.extended(keep=1)
+@pytest.mark.extended
 def test_order_of_imports_does_not_matter(imports):
     done = run_python("-c", f"import sys, {imports}; print('wrapped', {STATE})")
     assert f"wrapped {WRAPPED}" in done.stdout and done.returncode == 0, done.stderr
