@@ -34,6 +34,7 @@ def test_receive_buffers_of_middle_stages():
         pytest.skip("this DeepSpeed has mended it: _allocate_or_extend_buffers need not be overridden for it")
 
 
+@pytest.mark.extended
 def test_receive_buffers_of_middle_stages_with_dynamic_shape():
     """With another shape in every micro-batch the memory has the wrong size, and the connection breaks."""
     assert losses(DYNAMIC, BLOCKS["eager"]) == pytest.approx(losses(DYNAMIC, None, stages=2), rel=1e-5)
