@@ -62,8 +62,9 @@ def test_the_merged_model_has_the_same_perplexity(run, tmp_path, capsys):
     assert capsys.readouterr().err.endswith(f"--to {merged}: the folder is not empty\n")
 
 
-STEPS = 40
-ADAM = {"type": "Adam", "params": {"lr": 2e-4, "torch_adam": True}}
+STEPS = 8
+# a step is too small to move a norm in bf16, several together are not
+ADAM = {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}}
 
 
 def trained(path, steps):
