@@ -32,15 +32,15 @@ def run(path, steps, perplexities=None):
 
 
 def test_a_run_ends_when_it_learns_nothing_and_keeps_the_best(tmp_path, capsys):
-    path = prepare(tmp_path, **EVALUATED, early_stop=2)
-    given = [9.0, 5.0, 4.0, 4.5, 4.2, 9.0]  # before, after steps 2, 4, 6 and 8, after
+    path = prepare(tmp_path, **{**EVALUATED, "eval_every": 1}, early_stop=2)
+    given = [9.0, 5.0, 4.0, 4.5, 4.2, 9.0]  # before, after steps 1 to 4, after
     first, second = run_ranks(2, run, path, 20, given)
     assert first == second
-    assert first[:2] == ({2: 5.0, 4: 4.0, 6: 4.5, 8: 4.2}, 4) and first[3] == 8
+    assert first[:2] == ({1: 5.0, 2: 4.0, 3: 4.5, 4: 4.2}, 2) and first[3] == 4
     out = tmp_path / "out"
-    assert (out / "best").read_text() == "step4" and (out / "latest").read_text() == "step8"
-    assert {folder.name for folder in out.glob("step*")} == {"step2", "step4", "step8"}
-    assert run_ranks(2, run, path, 20, [4.2, 4.2])[0][3] == 8  # started again, it has ended already
+    assert (out / "best").read_text() == "step2" and (out / "latest").read_text() == "step4"
+    assert {folder.name for folder in out.glob("step*")} == {"step1", "step2", "step4"}
+    assert run_ranks(2, run, path, 20, [4.2, 4.2])[0][3] == 4  # started again, it has ended already
     for name, options in (("best", ["--best"]), ("last", [])):
         assert main(["merge", str(out), "--to", str(tmp_path / name), *options]) == 0
     file = "adapter/adapter_model.safetensors"
@@ -121,6 +121,7 @@ def run_with_wandb(path):
     finish()
 
 
+@pytest.mark.extended
 def test_wandb_gets_settings_and_results(tmp_path, monkeypatch):
     keep_offline(tmp_path, monkeypatch)
     block = {**BLOCK, "monitor": {"every": 1}}
@@ -147,8 +148,8 @@ def test_wandb_without_a_login_is_said_on_every_rank(tmp_path, monkeypatch):
 def test_wandb_that_is_off_need_not_be_installed(tmp_path, monkeypatch):
     """A config with `"wandb": {"enabled": false}` ended with "No module named 'wandb'"."""
     monkeypatch.setitem(sys.modules, "wandb", None)
-    path = prepare(tmp_path, ds_config={**DS_CONFIG, "ds_compress": BLOCK, "wandb": {"enabled": False}})
-    run_ranks(2, run, path, 1)
+    config = {**DS_CONFIG, "ds_compress": BLOCK, "wandb": {"enabled": False}}
+    run_ranks(1, run, prepare(tmp_path, stages=1, eval_sequences=1, ds_config=config), 1)
 
 
 def test_a_warmup_may_be_a_share_of_the_steps():
