@@ -17,13 +17,13 @@ SHAPES = 1024
 
 
 def left_after_steps(block, folder):
-    """After each 30 steps and an evaluation: how many objects the session leads to, without DeepSpeed's
+    """After each 12 steps and an evaluation: how many objects the session leads to, without DeepSpeed's
     engine; how many of ours and of DeepSpeed's pipeline there are while Python does not collect."""
     sink = {"enabled": True, "output_path": str(folder), "job_name": "run"}
     engine, data = build(2, ds_config(block, csv_monitor=sink)), batches()
     counts, stops = [], [engine, engine.module, engine.grid, engine.monitor]
     for _ in range(3):
-        for _ in range(30):
+        for _ in range(12):
             engine.train_batch(data)
         engine.eval_batch(data)
         gc.disable()
@@ -47,7 +47,7 @@ def test_steps_leave_nothing(block, tmp_path):
 
 
 @pytest.mark.parametrize("codec", names())
-@pytest.mark.extended(keep=2)
+@pytest.mark.extended(keep=1)
 def test_shapes_leave_nothing(codec):
     """With `dynamic_shape` both sides remembered each shape that had ever come: 12 kB for each."""
     config = Config(alike(codec, min_numel=0))
