@@ -119,6 +119,7 @@ def test_sinks_hold_what_the_channels_counted(stages, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("feedback", ["ef21", "aqsgd"])
+@pytest.mark.extended(keep=1)
 def test_watching_changes_nothing(feedback, tmp_path):
     """A packet decoded by its own sender leaves feedback state, stashes and random choices as they were."""
     block = {**BLOCK, "forward": {**BLOCK["forward"], "feedback": feedback}}
@@ -150,18 +151,16 @@ def train_counting_work(config):
     data = batches(engine.grid.get_data_parallel_id())
     for _ in range(STEPS):
         engine.train_batch(data)
-    return counts
+    return dict(counts)
 
 
 def test_a_monitor_that_is_off_does_nothing(tmp_path):
     """Beside DeepSpeed's own collectives there is one sum, for the start-up line, even with sinks on."""
 
-    def trained(every=None):
-        block = None if every is None else {**BLOCK, "monitor": {"every": every}}
-        sink = {"csv_monitor": sinks(tmp_path)["csv_monitor"]}
-        return run_ranks(4, train_counting_work, ds_config(block, replicas=2, **sink))
-
-    for stock, off, on in zip(trained(), trained(every=0), trained(every=1)):
+    sink = {"csv_monitor": sinks(tmp_path)["csv_monitor"]}
+    blocks = None, *({**BLOCK, "monitor": {"every": every}} for every in (0, 1))
+    configs = [ds_config(block, replicas=2, **sink) for block in blocks]
+    for stock, off, on in run_ranks(4, lambda: [train_counting_work(config) for config in configs]):
         assert stock["all_reduce"] > 0 and stock["clock"] == 0
         assert off == {**stock, "all_reduce": stock["all_reduce"] + 1}
         assert on == {**stock, "all_reduce": stock["all_reduce"] + STEPS, "clock": on["clock"]}
@@ -281,7 +280,7 @@ def train_each(folder, blocks, before_step=keep, **options):
 
 
 @pytest.mark.parametrize("kind", [name for name in ("tensor", "dualpipev") if name in KINDS])
-@pytest.mark.extended(keep=1)
+@pytest.mark.extended
 def test_the_batch_size_may_change(kind, tmp_path):
     """The number of micro-batches was kept from the start: the first logged step after a change failed."""
     blocks = {mode: {"link": {"mode": mode}, "monitor": {"every": every}} for mode, every in WRITTEN.items()}
@@ -382,6 +381,7 @@ def become_coarse_on_a_full_disk(folder, block):
     return str(stopped.value)
 
 
+@pytest.mark.extended
 def test_the_guard_stops_a_run_after_monitoring_was_switched_off(tmp_path):
     """It judged messages by what the monitor measured: after a sink had failed, by nothing."""
     lines = run_ranks(2, become_coarse_on_a_full_disk, tmp_path, {**QUANTIZED, **STOPS})
