@@ -208,7 +208,6 @@ def test_a_broken_promise_is_named(broken, line):
 def test_kept_promises_pass(honest):
     register("honest")(honest)
     check_codec("honest")
-    check_codec({"name": "honest"})
     check_codec("honest", backward={"name": "topk", "density": 0.5})
 
 

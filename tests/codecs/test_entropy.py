@@ -31,7 +31,10 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("messages", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "messages",
+    [100, pytest.param(300, marks=pytest.mark.extended), pytest.param(10_000, marks=pytest.mark.slow)],
+)
 def test_many_messages_keep_their_size_and_arrive(messages):
     """Each by a decoder that refuses a code with a word too many; and none is worse than zeros."""
     rng, names = random.Random(0), [*HOSTILE]
