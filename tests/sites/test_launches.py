@@ -230,6 +230,7 @@ def join_late(launch, config):
 
 
 @pytest.mark.parametrize(("delay", "steps"), [(1, 7), (6, 4)])
+@pytest.mark.extended(keep=1)
 def test_a_newcomer_sends_its_first_packet_when_the_others_do(delay, steps, store):
     """It took all steps of a round that the others had begun `delay` steps before, so they waited for it."""
     results = run_launches(2, 1, join_late, ds_config(block(every=8, delay=delay, grace_s=3)))

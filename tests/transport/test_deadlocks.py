@@ -41,7 +41,7 @@ def found(ranks, run, *args, prepare=nothing, are_new=False):
 
 @pytest.mark.parametrize("count, are_new", [(2, False), (1, True)])
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.extended(keep=4)
+@pytest.mark.extended(keep=2)
 def test_no_kind_of_pipeline_locks(name, count, are_new):
     """In the first step CUDA loads kernels when they are first launched, and may wait for the device then."""
     kind = replace(KINDS[name], steps=count)
@@ -128,7 +128,7 @@ EXCHANGES = {
 
 
 @pytest.mark.parametrize("name", EXCHANGES)
-@pytest.mark.extended(keep=1)
+@pytest.mark.extended
 def test_no_exchange_of_gradients_locks(name):
     assert not found(*EXCHANGES[name])
 
@@ -159,7 +159,7 @@ def share_a_group():
     )
 
 
-@pytest.mark.extended(keep=1)
+@pytest.mark.extended
 def test_what_is_left_out_is_found(tmp_path):
     one_queue = {(False, True), (True, True)}
     assert at_depth(2, 3, prepare=post_all).keys() == one_queue
