@@ -42,10 +42,10 @@ def train(folder, stages, block, **device_options):
     engine = build(stages, ds_config({"min_numel": 0, "monitor": {"every": 2}, **block}, csv_monitor=csv))
     data, held_out = batches(), batches(replica=7)
     losses = []
-    for step in range(5):
+    for step in range(3):
         losses.append(engine.train_batch(data).item())
         losses.append(engine.eval_batch(held_out, num_micro_batches=5).item())
-        if step == 3:
+        if step == 1:
             engine.save_checkpoint(folder)
             engine.load_checkpoint(folder)
     return losses, device.problems if device else []
@@ -83,7 +83,7 @@ def test_codecs_work_without_the_autocast_of_a_program():
         ("host", True, "isend does not wait for .* of lane"),
     ],
 )
-@pytest.mark.extended(keep=1)
+@pytest.mark.extended
 def test_what_is_left_out_is_found(deaf, staged, problem, tmp_path):
     run = functools.partial(train, str(tmp_path), 2, TOPK, staged=staged, deaf=(deaf,))
     (_, first), (_, last) = run_ranks(2, run)
