@@ -78,6 +78,11 @@ def settings():
 
 
 SETTINGS = list(settings())
+SLOW = [number for number, (codec, _) in enumerate(SETTINGS) if codec["name"] == "entropy"][1:]
+NUMBERS = [
+    pytest.param(number, id=str(setting), marks=[pytest.mark.extended] * (number in SLOW))
+    for number, setting in enumerate(SETTINGS)
+]
 
 
 @cache
@@ -118,7 +123,7 @@ def expected(number, shape, dtype):
 
 
 @pytest.mark.parametrize("ambient", AMBIENTS)
-@pytest.mark.parametrize("number", range(len(SETTINGS)), ids=lambda number: str(SETTINGS[number]))
+@pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_same_bits_whatever_a_program_sets(ambient, number, shape):
     """A default of bfloat16 was a heap overflow: C++ wrote fp32 to buffers of the default dtype."""
