@@ -96,6 +96,7 @@ def test_a_pipeline_changes_as_its_simulation_does(name, link, module):
     assert [(rank["losses"], rank["evaluated"]) for rank in ranks] == [expected] * 2
 
 
+@pytest.mark.extended
 def test_every_boundary_and_replica():
     """Only boundary 1 of 3 stages; packets have the sizes that the same settings have from the start."""
     course = {3: {"1": {"forward": bits(2), "backward": bits(5)}}}

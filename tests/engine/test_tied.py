@@ -120,6 +120,7 @@ def test_none_is_deepspeeds_all_reduce(kind, specs, replicas):
         assert [each["losses"] for each in ours] == [each["losses"] for each in stock]
 
 
+@pytest.mark.extended
 def test_recipe_auto_leaves_them_exact_until_its_choice():
     """They were compressed from the first step on, so that steps before the choice were not DeepSpeed's, and
     the block that auto prints, whose warm-up ends with the choice, trained another model."""

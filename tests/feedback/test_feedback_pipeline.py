@@ -56,13 +56,13 @@ def assert_sides_equal(ranks, count):
 @pytest.mark.parametrize(
     "stages, replicas, link, steps",
     [
-        pytest.param(2, 1, "eager", 200, marks=pytest.mark.extended),
+        (2, 1, "eager", 200),
         (4, 1, "eager", 40),
         (2, 2, "eager", 40),
         pytest.param(2, 2, "blocking", 200, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.extended(keep=1)
+@pytest.mark.extended
 def test_ef21_sides_are_equal_after_many_steps(stages, replicas, link, steps):
     config = ds_config(alike(TOPK, "ef21", min_numel=0, link={"mode": link}), replicas=replicas)
     ranks = run_ranks(stages * replicas, train, stages, config, steps)
@@ -195,6 +195,7 @@ def test_shards_of_replicas_and_batches():
     assert all(rank["memory"] == 128 * WIDTH * 2 for rank in ranks)
 
 
+@pytest.mark.extended
 def test_watching_changes_nothing(tmp_path):
     """Neither evaluation between the steps nor measuring the error of every message."""
     feedback = {"name": "aqsgd", "offload": {"device": "cpu"}}
