@@ -99,6 +99,7 @@ def test_rows_say_what_was_measured(whole):
     assert len(losses) == len(rows), "every setting and seed trains otherwise"
 
 
+@pytest.mark.extended
 def test_bits_count_warmup_and_first_visits(whole):
     """Half of the two epochs went uncompressed; 10 % are kept as 32-bit values, with 1 bit for each place."""
     rows = rows_of(whole)
@@ -138,6 +139,7 @@ def test_replicas_train_on_parts_of_a_batch(data, tmp_path, monkeypatch):
     assert 0 < abs(compressed["perplexity_off"] / exact["perplexity_off"] - 1) < 0.02
 
 
+@pytest.mark.extended
 def test_one_row_from_its_seed(whole, data, tmp_path, capsys):
     arguments = ("--only", "vision/topk10-aqsgd", "--seed", "1")
     rows = grid(data, tmp_path, *arguments)
@@ -147,6 +149,7 @@ def test_one_row_from_its_seed(whole, data, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("1 runs, 1 of them have their rows")
 
 
+@pytest.mark.extended
 def test_a_setting_that_has_changed_is_run_anew(whole, monkeypatch):
     run = Run("smoke", "vision", "topk10-aqsgd", 0)
     rows = read_rows(whole / "smoke.jsonl")
