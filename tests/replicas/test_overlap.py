@@ -131,7 +131,7 @@ def test_overlap_changes_nothing_but_the_time(kind, stages, replicas):
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("two dtypes", "frozen later")])
 @pytest.mark.parametrize("immediate", [False, True])
 @pytest.mark.parametrize(("stages", "replicas"), [(1, 2), (2, 2), (1, 3)])
-@pytest.mark.extended(keep=1)
+@pytest.mark.extended
 def test_bf16_optimizer_overlaps_too(codec, kind, immediate, stages, replicas):
     """Gradients of the last pass are added to its flat buffers before they leave, and only once."""
     options = {"codec": codec, "feedback": "ef", "bucket_mb": 1}

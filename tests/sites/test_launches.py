@@ -168,6 +168,7 @@ worker.run(task)
     assert done.returncode == 0 and "the thread has ended" in done.stdout
 
 
+@pytest.mark.extended
 def test_tied_copies_stay_equal(store):
     for stages in run_launches(2, 2, train, 2, ds_config(block(every=2)), 8, "tied"):
         copies = [value for each in stages for name, value in each["weights"].items() if "tied" in name]
