@@ -83,7 +83,7 @@ def new_kernels(stages, depth, micro_batches):
 
 
 @pytest.mark.parametrize("stages, depth", [(2, 3), *itertools.product((2, 3, 4), (1, 2))])
-@pytest.mark.extended(keep=1)
+@pytest.mark.extended
 def test_loading_kernels_does_not_lock(stages, depth):
     """Both ranks waited so, each with a packet under way that the other one had not come to."""
     assert not found(stages, new_kernels, stages, depth, 3 * depth + 2 * stages, are_new=True)
@@ -101,6 +101,7 @@ def resumed_with_new_samples(folder):
     engine.train_batch(iter([samples[0], *samples[5:]]))
 
 
+@pytest.mark.extended
 def test_connections_are_made_before_the_first_packet(tmp_path):
     """One rank made that of the extra packets and the other that of the gradients: both waited for ever."""
     assert not found(2, resumed_with_new_samples, str(tmp_path))
