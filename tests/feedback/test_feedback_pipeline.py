@@ -80,7 +80,7 @@ CODECS = {"none": "none", "ef": TOPK, "ef21": FOUR_BITS, "loco": FOUR_BITS}
 
 
 @pytest.mark.parametrize("feedback", CODECS)
-@pytest.mark.extended(keep=1)
+@pytest.mark.extended
 def test_fp16_survives_overflow(feedback):
     config = ds_config(alike(CODECS[feedback], feedback, min_numel=0, link={"mode": "blocking"}), **FP16)
     first, middle, last = run_ranks(3, train, 3, config, STEPS, torch.float16)

@@ -194,6 +194,7 @@ def test_ranks_that_measured_otherwise_choose_alike():
     assert len({tuple(result["losses"]) for result in results}) == 1
 
 
+@pytest.mark.extended
 def test_boundaries_choose_for_themselves():
     """The rank in the middle knows what is mild at the one and at the other."""
 
