@@ -23,6 +23,7 @@ def losses(kind, block, stages=3):
     return run_ranks(stages, train, dataclasses.replace(kind, stages=stages), block)[0]["losses"]
 
 
+@pytest.mark.extended
 def test_receive_buffers_of_middle_stages():
     """DeepSpeed (to 0.19.8) gives a middle stage one receive buffer per position, whatever the dtype.
 

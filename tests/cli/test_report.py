@@ -258,6 +258,7 @@ def test_names_are_shown_as_they_are(tmp_path):
     assert [text.get_text() for text in losses.axes[0].get_legend().get_texts()] == names
 
 
+@pytest.mark.extended
 def test_pictures_of_many_runs(tmp_path):
     """The legend pushed the losses out of their picture, and names of bars lay upon each other."""
     losses, *_ = pictures(tmp_path, [f"a_run_with_a_name_{number}" for number in range(30)])
