@@ -125,6 +125,7 @@ def test_weights_are_those_of_the_simulation(delay, other, store):
             assert torch.equal(parameter, found[name]), name
 
 
+@pytest.mark.extended
 def test_a_replica_may_have_data_parallel_ranks_with_partitions(store):
     results = run_launches(2, 2, train, 1, ds_config(block(delay=0), replicas=2, bf16={"enabled": True}), 6)
     assert len({result["digest"] for own in results for result in own}) == 1

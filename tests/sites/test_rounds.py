@@ -1103,6 +1103,7 @@ def serving(soft_limit=None, before=()):
         process.terminate()
 
 
+@pytest.mark.extended
 def test_strangers_at_the_port_leave_rounds_alone():
     """Bytes of all kinds, and more connections than the process may have open by default."""
     with serving(soft_limit=64) as (store, _), flood(store.port, 500):
