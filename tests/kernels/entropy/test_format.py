@@ -88,15 +88,15 @@ def test_cpp_equals_the_reference(target, dither, dtype, monkeypatch):
     """In blocks of all kinds; both refuse damaged words, or decode them alike. Also where a step comes from a
     sample, where values are so few that it misleads."""
     monkeypatch.setattr("ds_compress.kernels.entropy.format._BLOCK", 500)
-    monkeypatch.setattr("ds_compress.kernels.entropy.format.SAMPLED_NUMEL", 5000)
+    monkeypatch.setattr("ds_compress.kernels.entropy.format.SAMPLED_NUMEL", 2000)
     rng = np.random.default_rng(0)
-    messages = [uneven(n, seed, spread=3) for seed, n in enumerate((300, 600, 5007, 12_000))]
+    messages = [uneven(n, seed, spread=3) for seed, n in enumerate((300, 600, 5007, 12_000, 2100))]
     messages += [x for n in (1, 33, 501) for x in kinds(n)]
     frame_of.cache_clear()
     with compiled_for(target):
         for number, x in enumerate(messages):
             x = x if x.dtype == torch.float16 else x.to(dtype)
-            frame = frame_of(x.numel(), (0.5, 2, 6, 3, 0.3, 2.5)[number % 6], dither is not None)
+            frame = frame_of(x.numel(), (0.5, 2, 6, 3, 2, 0.3, 2.5)[number % 7], dither is not None)
             code, _ = cpu.encode_entropy(x, frame, dither)
             assert torch.equal(code, encode(x, frame, dither)[0])
             for damage in range(8 if number < 3 else 2):
