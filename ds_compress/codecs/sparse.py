@@ -99,8 +99,10 @@ class Sparse(Codec, Selects):
     def _marked_rows(self, shape: tuple[int, ...]) -> int:
         """Return the rows of a message that have a bit each: whether all their values are 0. Those of images,
         and narrow ones, have none."""
+        if self.keeps_zeros or len(shape) > 3:
+            return 0
         rows, width = matrix_shape(shape)
-        return 0 if self.keeps_zeros or rows < 2 or width < NARROW or len(shape) > 3 else rows
+        return rows if rows > 1 and width >= NARROW else 0
 
     def _values_layout(self, spec: TensorSpec) -> Layout:
         return self.values.layout(self._values_spec(spec)) + row_bits(self._marked_rows(spec.shape))

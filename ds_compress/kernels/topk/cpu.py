@@ -97,7 +97,16 @@ class LargestPlan:
         self.values = empty_template((rows * k,), dtype)
 
 
-_largest_plan = lru_cache(LargestPlan)
+class ScatterPlan:
+    """A call that scatters `count` values of one dtype to a tensor of `shape`, and a template of that."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, count: int):
+        self.template = empty_template(shape, dtype)
+        if dtype in _MOVED:
+            self.call = _scatter.bind(dtype=_MOVED.index(dtype), n=self.template.numel(), count=count)
+
+
+_largest_plan, _scatter_plan = lru_cache(LargestPlan), lru_cache(ScatterPlan)
 
 
 def pack_bits(bits: Tensor) -> Tensor:
@@ -129,12 +138,11 @@ def gather(x: Tensor, entries: Tensor, count: int) -> Tensor:
 
 def scatter(values: Tensor, entries: Tensor, shape: tuple[int, ...]) -> Tensor:
     """See `reference.scatter`; of damaged bits, of which another number is set, all values that fit."""
-    template = empty_template(shape, values.dtype)
-    if entries.dtype != torch.uint8 or values.dtype not in _MOVED or not native.serves(template.numel()):
+    plan = _scatter_plan(shape, values.dtype, values.numel())
+    if entries.dtype != torch.uint8 or not _is_supported(plan.template):
         return reference.scatter(values, entries, shape)
-    y = torch.empty_like(template)
-    call = _scatter.bind(dtype=_MOVED.index(values.dtype), n=y.numel(), count=values.numel())
-    call(y, entries, values.contiguous())
+    y = torch.empty_like(plan.template)
+    plan.call(y, entries, values.contiguous())
     return y
 
 
