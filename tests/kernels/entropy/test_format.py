@@ -111,6 +111,25 @@ def test_cpp_equals_the_reference(target, dither, dtype, monkeypatch):
     frame_of.cache_clear()
 
 
+@pytest.mark.parametrize("dither", [None, 99])
+def test_a_gpu_without_triton_codes_as_a_cpu_does(dither, monkeypatch):
+    """The loops of the reference run in numpy on the CPU, elsewhere in PyTorch. Also where the last block is
+    not full, and for a damaged size of a block."""
+    monkeypatch.setattr("ds_compress.kernels.entropy.format._BLOCK", 500)
+    frame_of.cache_clear()
+    x, frame = uneven(9_001, 0, spread=3), frame_of(9_001, 2, dither is not None)
+    code, _ = reference.encode_entropy(x, frame, dither)
+    damaged = code.clone()
+    damaged[frame.head - 2] += 3
+    decoded = [reference.decode_entropy(words, frame, torch.float32, dither) for words in (code, damaged)]
+    assert frame.blocks > 1 and frame.numel % frame.length and decoded[0][1] and not decoded[1][1]
+    monkeypatch.setattr("ds_compress.kernels.entropy.rans._array_library", lambda tensor: torch)
+    assert torch.equal(reference.encode_entropy(x, frame, dither)[0], code)
+    for words, expected in zip((code, damaged), decoded):
+        assert_same_bits(reference.decode_entropy(words, frame, torch.float32, dither), expected)
+    frame_of.cache_clear()
+
+
 class LargestFrame(CodeLayout):
     """Of a short message, whose sums have the units of the longest one."""
 
