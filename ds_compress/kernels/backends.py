@@ -146,7 +146,9 @@ def on_gpu(device: torch.device) -> Backend | None:
         return load("triton", ON_GPU)
     others = f", but for {', '.join(working)}" if working else ""
     said = "; ".join(dict.fromkeys(reasons))
-    logger.warning("Triton kernels are off on %s%s, PyTorch is used and slower: %s", device, others, said)
+    logger.warning(
+        "ds_compress: Triton kernels are off on %s%s, PyTorch is used and slower: %s", device, others, said
+    )
     # ranks with other kernels are told by the name
     name = f"triton for {', '.join(working)}"
     return Backend(name, load("triton", tuple(working)).functions) if working else None
