@@ -196,7 +196,7 @@ def recipes_table() -> str:
 - **Percent**: the rise of the held-out loss, evaluated without compression / with it, against an uncompressed
   run of its seed; means over seeds. Of one seed, some tenths are noise. A merged adapter has the first.
 - **Promised**: upper bound in 100 to 200 steps, kept by these and four small models, one of them kept aside.
-  From scratch, width 128, only `safe` has one: 1 / 1 % in 1,200 steps; in 4,800 one of four runs lost 1.2."""
+  From scratch, width 128, only `safe` has one: 1 / 1 % in 1,200 steps; in 4,800 one of five runs lost 1.2."""
 
 
 def small_table() -> str:
