@@ -119,7 +119,7 @@ USED = {
     "DualPipeVEngine": Used(
         overridden=("_queue_p2p", "_exec_commit_p2p"),
         read=("_upstream_stage", "_downstream_stage"),
-        optional=("_p2p_ops",),  # set after `attach`, which its base class calls
+        optional=("_p2p_ops", "_first_send"),  # set after `attach`, which its base class calls
         releases=("0.19.8",),
     ),
     "PipelineModule": Used(
@@ -254,6 +254,12 @@ def steps_per_epoch(engine: PipelineEngine) -> int | None:
         return -(-len(engine.training_data) // engine.train_batch_size())
     except TypeError:
         return None
+
+
+def announces_next(engine: Any, phase: int) -> bool:
+    """Return whether a shape message goes before the next activations of a phase of DualPipeV, or of all."""
+    due = getattr(engine, "_first_send", None)  # of DualPipeV
+    return bool(engine.first_output_send if due is None else due[phase])
 
 
 def instruction_map(engine: Any) -> Any:

@@ -14,6 +14,7 @@ from ds_compress.config import Config
 from ds_compress.engine import announced_tensors
 from ds_compress.engine.deepspeed import (
     PipelineEngine,
+    announces_next,
     instruction_map,
     is_deepspeeds,
     layer_range,
@@ -120,9 +121,16 @@ class MessagePath:
 
     def open_tracker(self) -> DependencyTracker | None:
         """Return a context for instructions that compute what is sent, as long as a boundary needs it."""
-        ends = (end for (kind, _), end in self.stage.senders.items() if kind is schedule.SendActivation)
-        is_open = any(end.channel.boundary.dependence is None for end in ends)
-        return self.tracker if is_open and self.compresses else None
+        if self.tracker is None:
+            return None
+        is_open = self.compresses and any(
+            end.channel.boundary.dependence is None or announces_next(self.engine, phase)
+            for (kind, phase), end in self.stage.senders.items()
+            if kind is schedule.SendActivation
+        )
+        if not is_open:
+            self.tracker.has_looked = False
+        return self.tracker if is_open else None
 
     def mark_received(self, tensors: Sequence[Tensor], boundary: Boundary) -> None:
         """Mark those of a forward message that depend on parameters, while instructions are tracked."""
@@ -259,6 +267,8 @@ class MessagePath:
             in_order: send and receive nothing ahead.
         """
         engine = self.engine
+        if self.tracker is not None:
+            self.tracker.has_looked = False
         get_tracker = self.open_tracker if self.open_tracker() else None
         lookahead = self.lookahead = Lookahead(pipe_schedule, get_tracker, depth, in_order)
         if lookahead.plain:

@@ -178,9 +178,8 @@ class CompressedEngine(_Engine):
         tensors = tensors_in(buffer) if stage.is_sending else None
         dependence = written = None
         if tensors is not None:
-            tracker = path.tracker
-            if tracker is not None and tracker.has_looked:
-                dependence = tracker.dependence(tensors, boundary.known_dependence)
+            if path.tracker is not None:
+                dependence = path.tracker.dependence(tensors, boundary.known_dependence)
             written = 2 + sum(2 + tensor.dim() for tensor in tensors)
         message = ShapeMessage(stage.shape_links or stage.p2p.original, dependence, written)
         with stage.p2p.shape_messages(message):

@@ -52,7 +52,8 @@ class DependencyTracker(TorchDispatchMode):
         self._marked: Any = WeakTensorKeyDictionary()
         self._is_paused = False
         self.has_looked = False
-        """Whether it saw any operation; it sees none under schedules that programs iterate themselves."""
+        """Whether it saw the operations of the latest pass; it sees none under schedules that programs
+        iterate themselves."""
 
     def __enter__(self) -> Any:
         self.has_looked = True
@@ -84,7 +85,9 @@ class DependencyTracker(TorchDispatchMode):
         floats = [tensor for tensor in tensors if tensor.dtype.is_floating_point]
         self.mark(tensor for tensor, depends in zip(floats, dependence) if depends)
 
-    def dependence(self, tensors: Sequence[Tensor], known: tuple[bool, ...] | None) -> tuple[bool, ...]:
+    def dependence(
+        self, tensors: Sequence[Tensor], known: tuple[bool, ...] | None
+    ) -> tuple[bool, ...] | None:
         """Find out which tensors of a message depend on parameters and hold no mask.
 
         Args:
@@ -92,11 +95,13 @@ class DependencyTracker(TorchDispatchMode):
             known: what was found of an earlier message; it holds if that had as many float tensors.
 
         Returns:
-            One value for each float tensor.
+            One value for each float tensor; None if it did not look while they were computed.
         """
         floats = [tensor for tensor in tensors if tensor.dtype.is_floating_point]
         if known and len(known) == len(floats):
             return known
+        if not self.has_looked:
+            return None
         marked = [self.depends_on_parameters(each) for each in floats]
         if not any(marked):  # made by a kernel that torch does not see
             marked = [each.grad_fn is not None or len(floats) == 1 for each in floats]

@@ -75,7 +75,7 @@ class SimulatedBoundary(nn.Module):
             self.upstream.dependence = self.downstream.dependence = dependence
             with self._tracking.paused():
                 outputs = _Cross.apply(self, message_id, *sent)
-            self._tracking.mark_received(outputs, dependence)
+            self._tracking.mark_received(outputs, dependence or ())
         if message_id.training:
             self.upstream.sample_ids.pop(message_id.micro_batch, None)  # the next pass has others
         return outputs[0] if isinstance(tensors, Tensor) else outputs

@@ -182,6 +182,8 @@ def _follow(model: nn.Module, boundaries: list[SimulatedBoundary], tracking: Dep
     def begin(*_: Any) -> None:
         if any(boundary.upstream.dependence is None for boundary in boundaries):
             tracked.enter_context(tracking)
+        else:
+            tracking.has_looked = False
 
     model.register_forward_pre_hook(begin)
     model.register_forward_hook(lambda *_: tracked.close(), always_call=True)

@@ -7,8 +7,8 @@ import torch
 
 from ds_compress.simulate.boundary import SimulatedBoundary
 from tests.support import pipeline
-from tests.support.pipeline import Skip
-from tests.support.pipeline_kinds import of
+from tests.support.pipeline import Block, Skip
+from tests.support.pipeline_kinds import KINDS, of
 from tests.support.ranks import run_ranks
 from tests.support.refusals import refusal
 
@@ -130,6 +130,47 @@ def test_what_begins_uncompressed_may_compress_several_tensors_later(link):
     always = run_ranks(2, sent_by, {**start, **settings}, {})
     for (*before, one, two), (*_, three, four) in zip(changed, always):
         assert [one, two] == [three, four] and min(before) > 3 * two
+
+
+class Fewer(Skip):
+    """Passes on two large tensors, and a small one as long as `gains` says so."""
+
+    gains = True
+
+    def forward(self, inputs):
+        x, *others = (inputs, inputs / 2) if torch.is_tensor(inputs) else inputs
+        x = Block.forward(self, x) + 0.1 * others[0] + sum(other.view(-1, 1, 1) for other in others[1:])
+        gains = [x.mean(dim=(1, 2))] if self.gains else []
+        return x if self.last else (x, x / 2, *gains)
+
+
+def sent_without_gains(first, course, module):
+    """Bytes that this rank has sent in each step; from step `first` on messages have one tensor less."""
+    settings = {**dict.fromkeys(("forward", "backward"), QUANTIZE), "guard": {"every": 0}, "min_numel": 64}
+    engine = pipeline.build(2, pipeline.ds_config(settings), of(Fewer), **module)
+
+    def prepare(step):
+        if step == first:
+            Fewer.gains = False
+            engine.reset_activation_shape()
+        engine.ds_compress.reconfigure(course.get(step, {}))
+
+    return pipeline.train_on(engine, 5, prepare=prepare)["sent"]
+
+
+BREAK = {
+    step: {"0": dict.fromkeys(("forward", "backward"), codec)} for step, codec in ((1, NONE), (3, QUANTIZE))
+}
+
+
+@pytest.mark.parametrize("course", [{}, BREAK], ids=["", "none for a while"])
+@pytest.mark.parametrize("kind", ["floats", "mixed-dynamic", "dualpipev"])
+def test_messages_of_another_number_of_tensors_are_compressed_too(kind, course):
+    """Nobody looked which of them depend on parameters: that was known of messages of another number."""
+    if kind not in KINDS:
+        pytest.skip("this DeepSpeed has no such pipeline")
+    always, later = (run_ranks(2, sent_without_gains, first, course, KINDS[kind].module) for first in (0, 2))
+    assert [sent[-1] for sent in later] == [sent[-1] for sent in always]
 
 
 def test_none_is_bit_equal_to_stock_whatever_it_is_called():
