@@ -8,7 +8,7 @@ errors are within the error budget. It holds from the next step on; checkpoints 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from ds_compress.config import DIRECTIONS, KEY, Config
 from ds_compress.config.recipes import LIMITS, Quality, with_changes
 from ds_compress.message.clock import HostClock, clock_for
 from ds_compress.message.observer import Observer, SeenMessage, observing
-from ds_compress.message.part import Change, Engine, StageView
+from ds_compress.message.part import Change, Engine, StageView, Step
 from ds_compress.planning.balance import balance_layers, is_uneven
 from ds_compress.planning.candidate_errors import REPEATS, UNKNOWN, Messages, evaluate, is_informative
 from ds_compress.planning.choice import (
@@ -112,6 +112,11 @@ class AutoController(DepthController):
         self._candidates = candidates_for(config.quality)
         self._messages: Messages = {}
         self._tries = 1
+
+    def resume(self, step: Step, state: Mapping[str, Any], own: object) -> None:
+        """Go on as for depth "auto"; where no choice was loaded, make it with all attempts again."""
+        super().resume(step, state, own)
+        self._messages, self._tries, self._config.gave_up = {}, 1, False
 
     def _measures(self, engine: Engine, pipe_schedule: Any) -> bool:
         if not self._config.is_open:

@@ -172,6 +172,32 @@ def test_messages_that_tell_nothing_are_looked_at_again(stock):
     assert first["losses"][:later] == stock[:later] and first["losses"][later:] != stock[later:]
 
 
+def chosen_after_weights_were_loaded(folder, before):
+    """The codec chosen when the first two messages after the load tell nothing; `before`: earlier ones."""
+    stage_profile.probe = lambda sender, receiver, first: FAR
+    stock, tells = auto.is_informative, before
+    auto.TRIES, auto.is_informative = 3, lambda messages: stock(messages) and (not tells or tells.pop(0))
+    engine, data = build(2, ds_config(block())), batches(shape=SHAPE)
+    engine.save_checkpoint(str(folder))
+    config = engine.ds_compress.config
+    if not before:
+        config.gave_up = True  # as after messages without an error of any candidate
+    for _ in range(3 * len(before)):
+        engine.train_batch(data)
+    engine.load_checkpoint(str(folder), load_module_only=True)
+    tells[:] = [False, False]
+    for _ in range(3 * CHOSEN):
+        engine.train_batch(data)
+    return [config.in_force.codecs(0).forward.name, len(tells)]
+
+
+@pytest.mark.parametrize("before", [[], [False, False, False]], ids=["gave up", "all attempts made"])
+def test_a_choice_begins_anew_where_weights_alone_are_loaded(before, tmp_path):
+    """Attempts of before the load counted, and one that had given up never chose."""
+    first, second = run_ranks(2, chosen_after_weights_were_loaded, tmp_path, before)
+    assert first == second and first[0] != "none" and first[1] == 0
+
+
 @pytest.mark.parametrize("quality, link, connections", [("lossless", FAR, 1), ("aggressive", FREE, 2)])
 def test_lossless_and_a_free_link_are_stock_to_the_end(quality, link, connections, stock):
     """Over several connections DeepSpeed, which has one, was said to take a tenth of what it takes."""
