@@ -240,7 +240,11 @@ struct Dequantizer {
     template <class Out>
     void put(const int8_t* q, int64_t n, int32_t shift, Out* y) const {
         int64_t i = 0;
-        for (; i + LANES <= n; i += LANES) store(dequantize(load(q + i), Ints{} + shift), y + i);
+        for (; i + 4 * LANES <= n; i += 4 * LANES) {
+            Floats values[4];
+            each<4>([&](auto k) { values[k] = dequantize(load(q + i + k * LANES), Ints{} + shift); });
+            store_numbers(values, y + i);
+        }
         for (; i < n; ++i) store(dequantize(q[i], shift), y[i]);
     }
 };
