@@ -44,7 +44,8 @@ def rans_encode(symbols: Tensor, frequencies: Tensor, frame: CodeLayout) -> Code
         words[step], written[step] = state & 0xFFFF, full
         state = arrays.where(full, state >> 16, state)
         state = (state // f << SCALE_BITS) + state % f + start[step]
-    return Coded(torch.as_tensor(state, device=symbols.device), *(each.transpose(0, 1) for each in memory))
+    state = torch.as_tensor(state, dtype=torch.int64, device=symbols.device)
+    return Coded(state, *(each.transpose(0, 1) for each in memory))
 
 
 def rans_decode(
@@ -88,8 +89,9 @@ def rans_decode(
         place = place[:, -1:] + empty.cumsum(1)
         state = arrays.where(empty, state << 16 | word_at.take(place), state)
     numbers = memory.transpose(0, 1).flatten()[: frame.numel]
-    left, ends = (torch.as_tensor(each, device=words.device) for each in (place[:, -1], state))
-    return numbers, left, ends
+    ends = place[:, -1], state
+    left, states = (torch.as_tensor(each, dtype=torch.int64, device=words.device) for each in ends)
+    return numbers, left, states
 
 
 def slots(frequencies: Tensor) -> tuple[Tensor, Tensor, Tensor]:
