@@ -141,4 +141,4 @@ EVIDENCE = {
     "topk10": Evidence("topk10_bf16-reuse", (20.4, 30.8)),
 }
 """By recipe. `balanced` and `aggressive` cost most from scratch, after 1,200 and 4,800 steps. The promise for
-training from scratch is one up to 1,200 steps at width 128."""
+training from scratch holds up to 1,200 steps at width 128 (three seeds)."""

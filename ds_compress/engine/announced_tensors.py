@@ -1,7 +1,7 @@
 """What the tensors of the next message will be like, as DeepSpeed has announced them.
 
-Announced are the tensors of forward messages, by boundary (`Stage.announced`); gradients are like those that
-are floats.
+DeepSpeed announces the tensors of forward messages (`Stage.announced`, by boundary). Gradients have the
+shapes and dtypes of those that are floats.
 """
 
 import math

@@ -120,7 +120,8 @@ class MessagePath:
         return self.config.quality is not None or self.config.in_force.compresses
 
     def open_tracker(self) -> DependencyTracker | None:
-        """Return a context for instructions that compute what is sent, as long as a boundary needs it."""
+        """Return a context for instructions that compute what is sent, as long as a boundary needs it; after
+        that, what the tracker has seen counts no more."""
         if self.tracker is None:
             return None
         is_open = self.compresses and any(

@@ -133,7 +133,7 @@ def test_what_begins_uncompressed_may_compress_several_tensors_later(link):
 
 
 class Fewer(Skip):
-    """Passes on two large tensors, and a small one as long as `gains` says so."""
+    """Passes on two large tensors; a small one, too, where `gains` is true."""
 
     gains = True
 

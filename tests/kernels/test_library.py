@@ -99,7 +99,7 @@ def copied(tmp_path, monkeypatch):
 
 
 def without(caplog):
-    """What is said when no library can be used, by a line that the demo shows: it begins with our name."""
+    """The warning when no library can be used; it begins with our name, as the demo shows only such lines."""
     with caplog.at_level(logging.WARNING):
         assert load() is None
     (record,) = caplog.records

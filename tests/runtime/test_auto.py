@@ -173,7 +173,8 @@ def test_messages_that_tell_nothing_are_looked_at_again(stock):
 
 
 def chosen_after_weights_were_loaded(folder, before):
-    """The codec chosen when the first two messages after the load tell nothing; `before`: earlier ones."""
+    """The codec chosen where the first two attempts after the load learn nothing; `before`: whether each
+    attempt of before did."""
     stage_profile.probe = lambda sender, receiver, first: FAR
     stock, tells = auto.is_informative, before
     auto.TRIES, auto.is_informative = 3, lambda messages: stock(messages) and (not tells or tells.pop(0))
