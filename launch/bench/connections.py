@@ -2,8 +2,9 @@
 
     RATE=200mbit RTT_MS=80 LOSS=0.05 launch/two_hosts.sh launch/bench/connections.py --connections 1 16 64
 
-Rank 0 sends messages to rank 1, four under way at a time, over each number of connections in turn. Prints the
-Mbit/s that came, the seconds that the new connections took, and the sockets and threads of the process.
+Rank 0 sends messages to rank 1 without a pause, four under way at a time, over each number of connections in
+turn. Prints the Mbit/s that came, the seconds that the new connections took, and the sockets and threads of
+the process.
 """
 
 import argparse
@@ -22,11 +23,27 @@ from ds_compress.transport.p2p import PeerTimeout, Receiver, Sender
 AHEAD = 4
 
 
+def stream(end: Sender | Receiver, nbytes: int, count: int) -> float:
+    """Send or receive `count` messages; a receiver returns the seconds from its first message to its last."""
+    dist.barrier()
+    if isinstance(end, Sender):
+        for _ in range(count):
+            end.send(end.memory(nbytes))
+        end.drain()
+        return 0.0
+    end.expect(nbytes, count)
+    end.receive(nbytes)
+    began = time.monotonic()
+    for _ in range(count - 1):
+        end.receive(nbytes)
+    return time.monotonic() - began
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--connections", type=int, nargs="+", default=[1, 16, 64], help="ascending")
     parser.add_argument("--mib", type=int, default=16, help="of a message (default: 16)")
-    parser.add_argument("--seconds", type=float, default=20, help="at least, of each number (default: 20)")
+    parser.add_argument("--seconds", type=float, default=20, help="of each number, about (default: 20)")
     parser.add_argument("--local_rank", type=int, help="from the launcher")
     args = parser.parse_args()
     dist.init_process_group("gloo")
@@ -37,25 +54,16 @@ def main() -> None:
         connected = time.monotonic() - began
         kind = Receiver if rank else Sender
         end = kind(1 - rank, torch.device("cpu"), groups[:number], PeerTimeout(), AHEAD - 1)
-        goes_on, came, seconds = torch.ones(1), 0, 0.0
-        while goes_on:
-            dist.barrier()
-            began = time.monotonic()
-            if rank:
-                end.expect(nbytes, AHEAD)
-                for _ in range(AHEAD):
-                    end.receive(nbytes)
-                came, seconds = came + AHEAD * nbytes, seconds + time.monotonic() - began
-                goes_on.fill_(seconds < args.seconds)
-            else:
-                for _ in range(AHEAD):
-                    end.send(end.memory(nbytes))
-                end.drain()
-            dist.broadcast(goes_on, src=1)
+        # As many more as take the seconds at the rate of the first ones
+        rate = (AHEAD - 1) / max(stream(end, nbytes, AHEAD), 1e-3)
+        count = torch.tensor(max(AHEAD, round(args.seconds * rate)))
+        dist.broadcast(count, src=1)
+        seconds = stream(end, nbytes, 1 + int(count))
         if rank:
+            mbit = 8e-6 * int(count) * nbytes / seconds
             sockets, threads = (len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task"))
             print(
-                f"{number} connections: {8e-6 * came / seconds:.0f} Mbit/s; made in {connected:.1f} s, "
+                f"{number} connections: {mbit:.0f} Mbit/s; made in {connected:.1f} s, "
                 f"{sockets} files and {threads} threads in all",
                 flush=True,
             )
