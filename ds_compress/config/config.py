@@ -66,6 +66,11 @@ class Config:
         return self.quality is not None and not self.gave_up and not self.adopted
 
     @property
+    def compresses(self) -> bool:
+        """Return whether any boundary of the pipeline compresses, or will: the same on every rank."""
+        return self.quality is not None or self.in_force.compresses
+
+    @property
     def written(self) -> dict[str, Any]:
         """Return the block without the name of a recipe, but with all that it says."""
         return self.block.model_dump(exclude_unset=True, exclude={"recipe", "quality"})

@@ -211,8 +211,8 @@ class DualPipeVPath(MessagePath):
             arrived = self.stage.fetch(instruction, buffer_id, tensors, phase=phase)
             for tensor, came in zip(tensors, arrived):
                 tensor.data = came
-            if instruction is schedule.RecvActivation:
-                self.mark_received(tensors, self._boundary(phase, sends=False))
+            if instruction is schedule.RecvActivation and self.lookahead.tracking:
+                self.tracked.mark_received(tensors, self._boundary(phase, sends=False))
         self._arriving.clear()
         self._launch()  # a queue of sends alone, which no receive has launched
         run()  # with nothing left to do

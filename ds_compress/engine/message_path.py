@@ -1,20 +1,18 @@
 """The path of a message: DeepSpeed's instructions send and receive through it, one packet a message."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from deepspeed.runtime.pipe import schedule
-from torch import Tensor
 
 from ds_compress.checkpoint.restore import Side
 from ds_compress.config import Config
 from ds_compress.engine import announced_tensors
 from ds_compress.engine.deepspeed import (
     PipelineEngine,
-    announces_next,
     instruction_map,
     is_deepspeeds,
     layer_range,
@@ -24,9 +22,9 @@ from ds_compress.engine.handshake import SharedWarning
 from ds_compress.engine.intercept import PointToPoint, Receiving, Sending
 from ds_compress.engine.lookahead import ORDERED, Lookahead
 from ds_compress.engine.stage import Stage, StepContext
+from ds_compress.engine.tracked_passes import TrackedPasses
 from ds_compress.engine.wiring import wire
 from ds_compress.message.channel import Boundary, Channel
-from ds_compress.message.dependence import DependencyTracker
 from ds_compress.message.layout import as_list, tensors_in
 from ds_compress.transport.staging import receives_hold_device
 
@@ -64,10 +62,7 @@ class MessagePath:
         self.in_train_batch = False  # whether `train_batch` runs: training, whatever mode the module is in
         self.is_eager = config.block.link.mode == "eager" and self.own_link is None
         self.stage = self.connect(p2p, depth)
-        follows = config.block.tensors == "large"
-        self.tracker = DependencyTracker(engine.module) if follows else None
-        self._settings: object = None  # those of the latest training schedule
-        self._have_run = set[tuple[bool, int]]()  # kinds with these settings: is the warm-up over; observers
+        self.tracked = TrackedPasses(engine, config, self.stage)
 
     @staticmethod
     def check(config: Config, stages: int) -> int:
@@ -113,30 +108,6 @@ class MessagePath:
         training = torch.is_grad_enabled() and (self.in_train_batch or engine.module.training)
         masked = engine.has_attention_mask or engine.has_bool_tensors
         return StepContext(engine.global_steps, training, loss_scale(engine), int(masked))
-
-    @property
-    def compresses(self) -> bool:
-        """Return whether any boundary of the pipeline compresses, or will: the same on every rank."""
-        return self.config.quality is not None or self.config.in_force.compresses
-
-    def open_tracker(self) -> DependencyTracker | None:
-        """Return a context for instructions that compute what is sent, as long as a boundary needs it; after
-        that, what the tracker has seen counts no more."""
-        if self.tracker is None:
-            return None
-        is_open = self.compresses and any(
-            end.channel.boundary.dependence is None or announces_next(self.engine, phase)
-            for (kind, phase), end in self.stage.senders.items()
-            if kind is schedule.SendActivation
-        )
-        if not is_open:
-            self.tracker.has_looked = False
-        return self.tracker if is_open else None
-
-    def mark_received(self, tensors: Sequence[Tensor], boundary: Boundary) -> None:
-        """Mark those of a forward message that depend on parameters, while instructions are tracked."""
-        if self.lookahead.tracking and self.tracker and boundary.dependence:
-            self.tracker.mark_received(tensors, boundary.dependence)
 
     def post_receives(self, training: bool) -> None:
         """Let messages be received ahead whose shapes are known from the batch before."""
@@ -217,7 +188,8 @@ class MessagePath:
             p2p.receiving = around
         end.is_used = end.messages > before
         if forward and self.lookahead.tracking:
-            self.mark_received(as_list(engine.pipe_buffers["inputs"][buffer_id]), end.channel.boundary)
+            tensors = as_list(engine.pipe_buffers["inputs"][buffer_id])
+            self.tracked.mark_received(tensors, end.channel.boundary)
 
     def _note_left_alone(self, channel: Channel, gradients: announced_tensors.Specs) -> None:
         """Warn once that a send instruction sent no message; raise where compression is required."""
@@ -239,26 +211,6 @@ class MessagePath:
         is_ours = instruction_map(self.engine)[send] is self.engine._AROUND[send]
         return not is_left and is_ours and is_deepspeeds(self.original[send])
 
-    def must_run_in_order(self, context: StepContext) -> bool:
-        """Return whether the schedule that begins now has to send and receive in DeepSpeed's own order.
-
-        It is asked once for each, as it remembers them. A device that loads a kernel may wait until all
-        others have ended (CUDA_MODULE_LOADING, "lazy" if it is not set), and those of NCCL end when the
-        neighbour takes part: two ranks would wait for each other. DeepSpeed's order has no such circle, so
-        the first schedule of new kernels runs in it.
-        """
-        config = self.config
-        if not context.training or not receives_hold_device(self.engine.device):
-            return False
-        if config.in_force is not self._settings:
-            self._settings = config.in_force
-            self._have_run.clear()
-        observers = sum(len(end.observers) for end in self.stage.ends)
-        kernels = context.step >= config.warmup_steps, observers
-        is_new = kernels not in self._have_run
-        self._have_run.add(kernels)
-        return is_new
-
     @contextmanager
     def looking_ahead(self, pipe_schedule: Any, depth: int, in_order: bool) -> Iterator[Mapping[type, int]]:
         """Run the steps of a schedule of `depth` through a `Lookahead`; yield how many receives to post
@@ -268,10 +220,7 @@ class MessagePath:
             in_order: send and receive nothing ahead.
         """
         engine = self.engine
-        if self.tracker is not None:
-            self.tracker.has_looked = False
-        get_tracker = self.open_tracker if self.open_tracker() else None
-        lookahead = self.lookahead = Lookahead(pipe_schedule, get_tracker, depth, in_order)
+        lookahead = self.lookahead = Lookahead(pipe_schedule, self.tracked.begin_schedule(), depth, in_order)
         if lookahead.plain:
             pipe_schedule.steps = lookahead.steps
         try:

@@ -178,8 +178,7 @@ class CompressedEngine(_Engine):
         tensors = tensors_in(buffer) if stage.is_sending else None
         dependence = written = None
         if tensors is not None:
-            if path.tracker is not None:
-                dependence = path.tracker.dependence(tensors, boundary.known_dependence)
+            dependence = path.tracked.dependence(tensors, boundary)
             written = 2 + sum(2 + tensor.dim() for tensor in tensors)
         message = ShapeMessage(stage.shape_links or stage.p2p.original, dependence, written)
         with stage.p2p.shape_messages(message):

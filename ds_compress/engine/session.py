@@ -20,6 +20,7 @@ from ds_compress.config.recipes import with_changes
 from ds_compress.engine.deepspeed import PipelineEngine, steps_per_epoch
 from ds_compress.engine.evaluation import replay
 from ds_compress.engine.message_path import MessagePath
+from ds_compress.engine.new_kernels import NewKernels
 from ds_compress.engine.replica_gradients import connect_replicas
 from ds_compress.engine.tied_gradients import connect_copies
 from ds_compress.engine.wiring import set_connections, wire_extra_links
@@ -72,6 +73,7 @@ class Session:
         self.depth = AutoController(config) if config.quality else DepthController(config.block.link)
         self.path = connect(self.depth.now)
         self.stage = self.path.stage
+        self.new_kernels = NewKernels(config, self.stage, engine.device)
         self.gradients = connect_replicas(engine, self.stage)
         self.tied, tied_note = connect_copies(engine, self.stage, self.path.original)
         exchanges = [each for each in (self.gradients, self.tied) if each is not None]
@@ -118,7 +120,7 @@ class Session:
         if context.training:
             self.begin_step()
             measured = depth.measured(engine, self.stage, asked)
-        in_order = path.must_run_in_order(context)
+        in_order = self.new_kernels.must_run_in_order(context)
         chosen = asked if in_order else deeper
         with path.looking_ahead(chosen, depth.now, in_order) as counts:
             with measured, self.stage.running(context, counts):
@@ -170,10 +172,10 @@ class Session:
             raise CompressionError(
                 f"{KEY}: settings cannot change while a step runs; adopt between two steps"
             )
-        compressed = self.path.compresses
+        compressed = self.config.compresses
         if not self.config.adopt(adopted, lambda other: self.path.check(other, stages)):
             return False
-        if self.path.compresses and not compressed:  # nobody looked which tensors depend on parameters
+        if self.config.compresses and not compressed:  # nobody looked which tensors depend on parameters
             self.engine.reset_activation_shape()
         wire_extra_links(stage, self.engine)
         stage.adopt()

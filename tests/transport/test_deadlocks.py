@@ -9,7 +9,7 @@ import pytest
 from torch import distributed as dist
 
 from ds_compress.engine import wiring
-from ds_compress.engine.message_path import MessagePath
+from ds_compress.engine.new_kernels import NewKernels
 from ds_compress.transport import p2p
 from tests.replicas import test_overlap
 from tests.support.calls import nothing
@@ -145,7 +145,7 @@ def post_at_once():
 
 
 def never_in_order():
-    MessagePath.must_run_in_order = lambda path, context: False
+    NewKernels.must_run_in_order = lambda kernels, context: False
 
 
 def meet_never():
