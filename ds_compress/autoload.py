@@ -163,7 +163,7 @@ def _without_key(engine: Any, ds_config: dict[str, Any]) -> None:
         raise CompressionError(f'ds_compress: {REQUIRE} is set, but ds_config has no "{KEY}" key{hint}')
     for key in near if engine.global_rank == 0 else ():
         logger.warning(
-            "ds_config key %r is unknown to DeepSpeed: did you mean %r? Training uncompressed.", key, KEY
+            f"ds_config key {key!r} is unknown to DeepSpeed: did you mean {KEY!r}? Training uncompressed."
         )
 
 

@@ -164,7 +164,7 @@ def _load_gradients(
         return
     traffic.load(found.memories if missing is None else {})
     if restore and missing == dist.get_rank():
-        log.warning("ds_compress: %s: %s: %s", Path(root, tag), traffic.restarts, OF_GRADIENTS[found.status])
+        log.warning(f"ds_compress: {Path(root, tag)}: {traffic.restarts}: {OF_GRADIENTS[found.status]}")
 
 
 def _load_dependence(session: SavedSession, root: Path, tag: str, rank: Rank, restore: bool) -> None:
@@ -200,9 +200,8 @@ def _load_state(session: SavedSession, root: Path, tag: str, rank: Rank) -> None
         failure = "the block or the number of stages differs from the saved run, or a file cannot be read"
     if failed == dist.get_rank():
         log.warning(
-            "ds_compress: %s: settings that changed during training start again from the block: %s",
-            Path(root, tag),
-            failure,
+            f"ds_compress: {Path(root, tag)}: settings that changed during training start again from the "
+            f"block: {failure}"
         )
 
 

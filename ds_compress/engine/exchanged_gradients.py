@@ -137,13 +137,8 @@ class GradientTraffic(RuntimePart, ABC):
         if error > self._guard.gradient_error and not self._has_warned and self.exchange.replicas.rank == 0:
             self._has_warned = True
             logger.warning(
-                "ds_compress: %s, stage %d: %s has an error of %.2f in the sum of %d averages "
-                "(ds_compress.guard.gradient_error: %g): use more bits or a higher density, "
-                'feedback "ef", or "rounding": "dither"',
-                self.exchange.replicas.exchanged,
-                self._engine.stage_id,
-                self.exchange.codec.codec,
-                error,
-                AVERAGED,
-                self._guard.gradient_error,
+                f"ds_compress: {self.exchange.replicas.exchanged}, stage {self._engine.stage_id}: "
+                f"{self.exchange.codec.codec} has an error of {error:.2f} in the sum of {AVERAGED} averages "
+                f"(ds_compress.guard.gradient_error: {self._guard.gradient_error:g}): use more bits or a "
+                'higher density, feedback "ef", or "rounding": "dither"'
             )

@@ -89,8 +89,7 @@ class EarlyBuckets:
                 self._has_warned = True
                 log.warning(
                     "ds_compress: gradients between replicas leave after the backward pass of a step in "
-                    "which a program makes hooks of gradients: parameter %d has one",
-                    number,
+                    f"which a program makes hooks of gradients: parameter {number} has one"
                 )
         self._counts[number] = self._counts.get(number, 0) + 1
         if self._counts[number] > self._passes:

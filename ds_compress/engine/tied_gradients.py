@@ -159,7 +159,7 @@ def connect_copies(
     if not agreed and config.block.recipe is None:  # a recipe may have nothing to do
         why = "no trained weight of 16,384 values or more is on several stages"
     if why and engine.global_rank == 0:
-        logger.warning("ds_compress: %s.tied has no effect: %s", KEY, why)
+        logger.warning(f"ds_compress: {KEY}.tied has no effect: {why}")
     if why or not agreed:
         return None, ""
     exchanged = f"{CONTENT} between {BETWEEN}"

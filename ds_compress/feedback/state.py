@@ -111,14 +111,9 @@ class State:
         if found and not self._warned:
             self._warned = True
             log.warning(
-                "%s: boundary %d, %s, tensor %d: messages of shape %s instead of %s; its state "
-                "starts from zero, here and at every later change",
-                self.name,
-                ctx.boundary,
-                ctx.direction,
-                ctx.position,
-                list(spec.shape),
-                list(found[0].shape),
+                f"{self.name}: boundary {ctx.boundary}, {ctx.direction}, tensor {ctx.position}: messages of "
+                f"shape {list(spec.shape)} instead of {list(found[0].shape)}; its state starts from zero, "
+                "here and at every later change"
             )
         return self.zeros(spec)
 

@@ -147,7 +147,7 @@ def on_gpu(device: torch.device) -> Backend | None:
     others = f", but for {', '.join(working)}" if working else ""
     said = "; ".join(dict.fromkeys(reasons))
     logger.warning(
-        "ds_compress: Triton kernels are off on %s%s, PyTorch is used and slower: %s", device, others, said
+        f"ds_compress: Triton kernels are off on {device}{others}, PyTorch is used and slower: {said}"
     )
     # ranks with other kernels are told by the name
     name = f"triton for {', '.join(working)}"

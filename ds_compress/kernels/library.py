@@ -138,7 +138,7 @@ def load() -> ctypes.CDLL | None:
         return _opened(name)
     except OSError as error:
         slower = "tens of times slower, entropy in about 0.1 s for each MB of a message"
-        logger.warning("ds_compress: codecs on the CPU run in PyTorch, %s: %s", slower, error)
+        logger.warning(f"ds_compress: codecs on the CPU run in PyTorch, {slower}: {error}")
         return None
 
 

@@ -274,9 +274,8 @@ class Monitor(RuntimePart):
         if self._failure and not self._is_logged:
             self._is_logged = True
             logger.warning(
-                "ds_compress: monitoring is off from now on, training continues: stage %d: %s",
-                self._rank,
-                self._failure,
+                "ds_compress: monitoring is off from now on, training continues: "
+                f"stage {self._rank}: {self._failure}"
             )
 
     def summary(self) -> str:

@@ -130,9 +130,8 @@ class Connections:
             make_room()
             if not files_left():
                 logger.warning(
-                    "ds_compress: rank 0 may open too few files to hear of failures of all %d ranks "
-                    "(`ulimit -Hn`); allow more",
-                    world_size,
+                    f"ds_compress: rank 0 may open too few files to hear of failures of all {world_size} "
+                    "ranks (`ulimit -Hn`); allow more"
                 )
             for listener in self._listeners:
                 listener.setblocking(False)
@@ -238,7 +237,7 @@ class Connections:
                 if peer.is_gone:
                     break
         except Exception:  # whatever a peer sends, others are still listened to
-            logger.exception("ds_compress: cannot read a heartbeat of rank %s", peer.rank)
+            logger.exception(f"ds_compress: cannot read a heartbeat of rank {peer.rank}")
             peer.is_gone = True
         if peer.is_gone:
             self._drop(peer)

@@ -63,12 +63,9 @@ class ReplicaCheck(RuntimePart):
         self._stage.on_codec_stream(side.boundary, forget)
         if side.name == "upstream" and self._tensor_parallel == 0:
             log.warning(
-                "boundary %d, %s: both sides no longer hold the same after step %d, so both start from zero "
-                "[replica %d]; they compute differently, or memory fails",
-                side.boundary.number,
-                direction,
-                step,
-                self._replica,
+                f"boundary {side.boundary.number}, {direction}: both sides no longer hold the same after "
+                f"step {step}, so both start from zero [replica {self._replica}]; they compute differently, "
+                "or memory fails"
             )
 
 

@@ -174,12 +174,10 @@ class Watchdog:
         try:
             self._connections.connect()
         except OSError as error:
+            addresses = " or ".join(f"{host}, port {port}" for host, port in self._connections.addresses)
             logger.warning(
-                "ds_compress: rank %d cannot reach rank 0 at %s (%s): it learns of failures on other ranks "
-                "only when its own transfers fail",
-                self._rank,
-                " or ".join(f"{host}, port {port}" for host, port in self._connections.addresses),
-                error,
+                f"ds_compress: rank {self._rank} cannot reach rank 0 at {addresses} ({error}): it learns of "
+                "failures on other ranks only when its own transfers fail"
             )
             self._connections.close()
             return

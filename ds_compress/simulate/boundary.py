@@ -183,7 +183,7 @@ class TrafficMeter(Observer):
         if meter is None:
             return
         if meter.failure:
-            logger.warning("ds_compress: simulate: a message cannot be judged: %s", meter.failure)
+            logger.warning(f"ds_compress: simulate: a message cannot be judged: {meter.failure}")
         values = meter.values()
         self.gradient_error = max(self.gradient_error, values["gradient_error"])
         values |= residual_values(channel, values["message_norm"])

@@ -392,7 +392,7 @@ class Rounds:
         outcome = self._wait(self._vote_counter(number, candidates), f"votes of round {number}", number)
         for replica in sorted(set(candidates).difference(members_of(outcome))):
             why = bad.get(replica, "other replicas cannot read its packet")
-            log.warning("ds_compress: round %d: replica %s is left out: %s", number, replica, why)
+            log.warning(f"ds_compress: round {number}: replica {replica} is left out: {why}")
 
     def _checked(self, number: int, slot: int) -> dict[int, str] | None:
         """Return why packets of a slot are bad; a slot that saw an outcome of others has checked nothing."""

@@ -268,11 +268,8 @@ class OuterTraffic(RuntimePart):
         if dist.get_rank() == 0:
             self._probe = run_in_thread(reconnect, "ds_compress_probe")
         if failure:
-            log.warning(
-                "ds_compress: rank %d: this replica trains on alone until it is back: %s",
-                dist.get_rank(),
-                failure,
-            )
+            place = f"ds_compress: rank {dist.get_rank()}"
+            log.warning(f"{place}: this replica trains on alone until it is back: {failure}")
 
     def _is_reachable(self) -> bool:
         """Return whether the store can be reached again, without a wait for it; all ranks call it."""

@@ -159,10 +159,8 @@ class SampleCodec(FeedbackCodec, Stateful, ObservesWarmup, ManagesStorage, Varia
         if not self._warned and any(key in ctx.memory and not known for key, known in zip(keys, seen)):
             self._warned = True
             log.warning(
-                "aqsgd: boundary %d: samples come in another shape, now %s; each starts from a first visit, "
-                "here and later",
-                ctx.boundary,
-                list(self._row_shape(spec)),
+                f"aqsgd: boundary {ctx.boundary}: samples come in another shape, now "
+                f"{list(self._row_shape(spec))}; each starts from a first visit, here and later"
             )
         key = ctx.boundary, ctx.position
         count = self._no_hits.get(key, 0)
