@@ -114,9 +114,7 @@ class Sparse(Codec, Selects):
         parts = self.values.encode_into(values, ctx, out and out[:-1])
         return (*parts, pack_rows(zero_rows(x), out[-1] if out else None))
 
-    def _scatter(
-        self, parts: tuple[Tensor, ...], selection: Selection, spec: TensorSpec, ctx: Context
-    ) -> Tensor:
+    def _scatter(self, parts: Parts, selection: Selection, spec: TensorSpec, ctx: Context) -> Tensor:
         """Decode the values and scatter them into a tensor of zeros."""
         marked = self._marked_rows(spec.shape)
         own = parts[:-1] if marked else parts

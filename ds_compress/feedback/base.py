@@ -82,7 +82,7 @@ class NoFeedback(Feedback):
 
 def encode_and_decode(
     codec: Codec, x: Tensor, ctx: Context, out: Parts | None = None
-) -> tuple[tuple[Tensor, ...], Tensor]:
+) -> tuple[Parts, Tensor]:
     """Encode `x`, into `out` if that is given, and decode it as the receiver will.
 
     The sender decodes with the receiver's context: without the entries that encoding leaves in it. They are

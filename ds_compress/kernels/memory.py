@@ -14,6 +14,9 @@ from torch import Tensor
 
 from ds_compress.errors import CompressionError
 
+Parts = tuple[Tensor, ...]
+"""Payload tensors, in the order of the layout."""
+
 _local = threading.local()
 
 LARGE = 1 << 20
@@ -116,7 +119,7 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
-def copy_into(out: tuple[Tensor, ...] | None, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def copy_into(out: Parts | None, parts: Parts) -> Parts:
     """Copy `parts` into the memory `out` and return it; without `out` return `parts`."""
     return parts if out is None else tuple(place.copy_(part) for place, part in zip(out, parts, strict=True))
 

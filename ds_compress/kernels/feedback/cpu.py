@@ -13,6 +13,7 @@ from torch import Tensor
 from ds_compress.kernels import native
 from ds_compress.kernels.feedback import reference
 from ds_compress.kernels.feedback.reference import GROUP
+from ds_compress.kernels.memory import Parts
 from ds_compress.kernels.native.function import FLAG, FLOATS, SIZE, Buffer, Call, Function
 from ds_compress.kernels.quantize import cpu as quantize
 from ds_compress.kernels.quantize.cpu import FORMAT, LARGEST_GROUP, PARTS, VALUES
@@ -106,14 +107,14 @@ _plan = lru_cache(FeedbackPlan)  # most messages have the shape of the one befor
 
 def quantize_with_residual(
     values: Tensor,
-    residual: tuple[Tensor, ...],
+    residual: Parts,
     scale: float,
     residual_decay: float,
     error_weight: float,
     grid: Grid,
     size: int,
-    out: tuple[Tensor, ...] | None = None,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    out: Parts | None = None,
+) -> tuple[Parts, Parts]:
     """See `reference.FusedFeedback`. The next residual overwrites the old one."""
     if not _is_fused(values.numel(), size, values.dtype, residual, grid):
         return reference.quantize_with_residual(
@@ -127,8 +128,8 @@ def quantize_with_residual(
 
 
 def quantize_change(
-    values: Tensor, state: Tensor, scale: float, grid: Grid, size: int, out: tuple[Tensor, ...] | None = None
-) -> tuple[tuple[Tensor, ...], Tensor]:
+    values: Tensor, state: Tensor, scale: float, grid: Grid, size: int, out: Parts | None = None
+) -> tuple[Parts, Tensor]:
     """See `reference.FusedFeedback`. The next state overwrites the old one."""
     if not _is_fused(values.numel(), size, values.dtype, (state,), grid):
         return reference.quantize_change(values, state, scale, grid, size, out)

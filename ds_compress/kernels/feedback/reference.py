@@ -6,6 +6,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from ds_compress.kernels.memory import Parts
 from ds_compress.kernels.numerics import LARGEST_STATE, as_divisor, can_keep, narrow, rows_within
 from ds_compress.kernels.quantize import reference as quantize
 from ds_compress.kernels.quantize.grid import SMALLEST_STEP, Grid
@@ -118,14 +119,14 @@ class FusedFeedback:
     def quantize_with_residual(
         self,
         values: Tensor,
-        residual: tuple[Tensor, ...],
+        residual: Parts,
         scale: float,
         residual_decay: float,
         error_weight: float,
         grid: Grid,
         size: int,
-        out: tuple[Tensor, ...] | None = None,
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        out: Parts | None = None,
+    ) -> tuple[Parts, Parts]:
         """Quantize values + scale * residual in the dtype of `values`.
 
         Args:
@@ -147,14 +148,8 @@ class FusedFeedback:
         return parts, self._stored(residual, blend(before, lost, scale, residual_decay, error_weight))
 
     def quantize_change(
-        self,
-        values: Tensor,
-        state: Tensor,
-        scale: float,
-        grid: Grid,
-        size: int,
-        out: tuple[Tensor, ...] | None = None,
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        self, values: Tensor, state: Tensor, scale: float, grid: Grid, size: int, out: Parts | None = None
+    ) -> tuple[Parts, Tensor]:
         """Quantize values - scale * state in the dtype of `values`.
 
         Args:
@@ -188,7 +183,7 @@ class FusedFeedback:
         new = add_delta(state.float().reshape(change.shape), change, scale)
         return new, self._stored((state,), new)[0]
 
-    def _stored(self, old: tuple[Tensor, ...], new: Tensor) -> tuple[Tensor, ...]:
+    def _stored(self, old: Parts, new: Tensor) -> Parts:
         """Return `new`, fp32 [n, G], stored as `old` is; groups beyond `LARGEST_STATE` keep `old`.
         Groups that share the scale of an int8 code with such a group keep theirs too."""
         if len(old) == 1:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ds_compress.kernels import library, native
-from ds_compress.kernels.memory import empty_template
+from ds_compress.kernels.memory import Parts, empty_template
 from ds_compress.kernels.native.function import FLAG, FLOATS, SIZE, WORD, Buffer, Function
 from ds_compress.kernels.quantize import reference
 from ds_compress.kernels.quantize.bits import packed_size
@@ -82,12 +82,8 @@ _decode_plan = lru_cache(DecodePlan)
 
 
 def quantize(
-    groups: Tensor,
-    grid: Grid,
-    dither: int | None = None,
-    out: tuple[Tensor, ...] | None = None,
-    size: int | None = None,
-) -> tuple[Tensor, ...]:
+    groups: Tensor, grid: Grid, dither: int | None = None, out: Parts | None = None, size: int | None = None
+) -> Parts:
     numel, size = groups.numel(), size or groups.shape[1]
     # as `native.serves`, without its frame
     if size > LARGEST_GROUP or numel < native.LONG or library.load() is None:
@@ -114,7 +110,7 @@ def dequantize(
     return values if values.dtype is dtype else values.to(dtype)
 
 
-def empty_parts(n: int, size: int, grid: Grid) -> tuple[Tensor, ...]:
+def empty_parts(n: int, size: int, grid: Grid) -> Parts:
     """Return memory for what `quantize` returns for [n, size] values."""
     packed = torch.empty(n, packed_size(size, grid.bits), dtype=torch.uint8, device="cpu")
     steps = torch.empty(n, dtype=torch.bfloat16, device="cpu")

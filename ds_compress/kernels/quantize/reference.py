@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ds_compress.kernels.memory import copy_into
+from ds_compress.kernels.memory import Parts, copy_into
 from ds_compress.kernels.quantize.bits import pack, unpack
 from ds_compress.kernels.quantize.grid import Grid, from_codes, minmax_scales, to_codes
 from ds_compress.kernels.quantize.hadamard import rotate, rotate_back
@@ -14,12 +14,8 @@ __all__ = ["dequantize", "quantize"]
 
 
 def quantize(
-    groups: Tensor,
-    grid: Grid,
-    dither: int | None = None,
-    out: tuple[Tensor, ...] | None = None,
-    size: int | None = None,
-) -> tuple[Tensor, ...]:
+    groups: Tensor, grid: Grid, dither: int | None = None, out: Parts | None = None, size: int | None = None
+) -> Parts:
     """Quantize every row of `groups` on a grid of its own.
 
     Args:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ds_compress.kernels.memory import Parts
 from ds_compress.kernels.quantize import reference
 from ds_compress.kernels.quantize.bits import packed_size
 from ds_compress.kernels.quantize.grid import Grid, key_halves
@@ -51,12 +52,8 @@ TILE_BYTES = 64
 
 
 def quantize(
-    groups: Tensor,
-    grid: Grid,
-    dither: int | None = None,
-    out: tuple[Tensor, ...] | None = None,
-    size: int | None = None,
-) -> tuple[Tensor, ...]:
+    groups: Tensor, grid: Grid, dither: int | None = None, out: Parts | None = None, size: int | None = None
+) -> Parts:
     groups = groups if size is None else groups.reshape(-1, size)
     if not len(groups) or groups.shape[1] > MAX_GROUP:
         return reference.quantize(groups, grid, dither, out)

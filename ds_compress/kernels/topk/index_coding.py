@@ -8,15 +8,13 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ds_compress.kernels.backends import kernels
-from ds_compress.kernels.memory import copy_into
+from ds_compress.kernels.memory import Parts, copy_into
 from ds_compress.kernels.topk.reference import as_mask
 from ds_compress.kernels.topk.selection import Selection
 
 Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
-Parts = tuple[Tensor, ...]
 
 
 class Bitmask:
