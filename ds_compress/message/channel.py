@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ds_compress.codec import Codec, Context, Layout, MessageId, TensorSpec, check_accepted
+from ds_compress.codec import Codec, Context, Layout, MessageId, Parts, TensorSpec, check_accepted
 from ds_compress.codecs.mixins import (
     CodecWrapper,
     FollowsForward,
@@ -40,6 +40,9 @@ Mode = Literal["compressed", "uncompressed"]
 
 Kind = tuple[bool, bool, int, tuple[bool, ...] | None]
 """What a layout depends on beside specs: compressed, training, masks at the end, dependence on parameters."""
+
+Fetch = Callable[[int], Packet | None]
+"""Gives the extra packet of a message, of so many bytes; None if there is none."""
 
 
 class Channel:
@@ -146,17 +149,13 @@ class Channel:
         return encoded
 
     def decode(
-        self,
-        packet: Packet,
-        message: MessageLayout,
-        message_id: MessageId,
-        fetch: Callable[[int], Packet | None] | None = None,
+        self, packet: Packet, message: MessageLayout, message_id: MessageId, fetch: Fetch | None = None
     ) -> list[Tensor]:
         """Return the tensors in `packet`, with the message's specs; uncompressed ones are views of
         the packet.
 
         Args:
-            fetch: gives the extra packet, of so many bytes, when there is one.
+            fetch: for messages that may have an extra packet.
 
         Raises:
             CompressionError: the packet is not the expected message.
@@ -206,12 +205,8 @@ class Channel:
         return packet
 
     def _with_extra(
-        self,
-        parts: list[tuple[Tensor, ...]],
-        message: MessageLayout,
-        message_id: MessageId,
-        fetch: Callable[[int], Packet | None] | None,
-    ) -> list[tuple[Tensor, ...]]:
+        self, parts: list[Parts], message: MessageLayout, message_id: MessageId, fetch: Fetch | None
+    ) -> list[Parts]:
         """Return `parts` of each tensor, with those that came in an extra packet."""
         extras = [
             codec.extra_payload(own, spec) if isinstance(codec, VariableSizePayload) else ()
