@@ -11,9 +11,9 @@ from ds_compress.codecs.shapes import (
     group_shape,
     join,
     matrix_shape,
-    pack_rows,
     row_bits,
     split,
+    with_rows,
     zero_rows,
 )
 from ds_compress.kernels.numerics import as_divisor, saturate
@@ -48,7 +48,7 @@ class MinMax(Codec):
         width = torch.where(high > low, high - low, 1)  # all codes of a constant tensor are 0
         codes = values.sub(low).mul_(self._top).div_(width).round_().clamp_(0, self._top).nan_to_num_(0)
         parts = pack(codes.to(torch.uint8), self.options.bits), torch.cat([low, high], dim=1)
-        return (*parts, pack_rows(zero_rows(x))) if self._rows(x.shape) else parts
+        return with_rows(parts, zero_rows(x) if self._rows(x.shape) else None)
 
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         packed, limits, *bits = parts
@@ -57,7 +57,7 @@ class MinMax(Codec):
         values = values.div_(as_divisor(self._top, values)).add_(low)
         # `join` converts fp16 from fp32
         values = join(values.to(spec.dtype if spec.dtype == torch.bfloat16 else torch.float32), spec)
-        return clear_rows(values, bits[0]) if bits else values
+        return clear_rows(values, bits)
 
     @staticmethod
     def _rows(shape: tuple[int, ...]) -> int:

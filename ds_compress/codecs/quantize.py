@@ -17,9 +17,9 @@ from ds_compress.codecs.shapes import (
     group_shape,
     join,
     matrix_shape,
-    pack_rows,
     row_bits,
     split,
+    with_rows,
     zero_rows,
 )
 from ds_compress.kernels.backends import kernels
@@ -85,11 +85,9 @@ class Quantize(Codec):
     def encode(self, x: Tensor, ctx: Context, out: Parts | None = None) -> Parts:
         backend, grid = kernels(x.device), self._grid(ctx.seed)
         dither = ctx.key("dither") if self.unbiased else None
-        rows = self._shared_rows(x.shape)
-        own = out[:-1] if out and rows else out
         groups = x if self._is_whole(x.numel()) else self._split(x)
-        parts: Parts = backend.quantize(groups, grid, dither, own, self.options.group_size)
-        return (*parts, pack_rows(zero_rows(x), out[-1] if out else None)) if rows else parts
+        parts: Parts = backend.quantize(groups, grid, dither, out and out[:3], self.options.group_size)
+        return with_rows(parts, zero_rows(x) if self._shared_rows(x.shape) else None, out)
 
     def encode_with_residual(
         self,
@@ -123,12 +121,10 @@ class Quantize(Codec):
             error_weight,
             grid,
             self.options.group_size,
-            out[:-1] if out and zero is not None else out,
+            out and out[:3],
         )
-        return self._with_rows(parts, zero, out), (
-            self._lossless(self._join(new[0], x.shape), zero),
-            *new[1:],
-        )
+        new = self._lossless(self._join(new[0], x.shape), zero), *new[1:]
+        return with_rows(parts, zero, out), new
 
     def encode_change(
         self, x: Tensor, state: Tensor, ctx: Context, out: Parts | None = None
@@ -142,9 +138,9 @@ class Quantize(Codec):
         if groups is None:
             return None
         grid, backend, zero = self._grid(ctx.seed), kernels(x.device), self._zero_rows(x, state)
-        own = out[:-1] if out and zero is not None else out
-        parts, new = backend.quantize_change(*groups, ctx.loss_scale, grid, self.options.group_size, own)
-        return self._with_rows(parts, zero, out), self._lossless(self._join(new, x.shape), zero)
+        size, own = self.options.group_size, out and out[:3]
+        parts, new = backend.quantize_change(*groups, ctx.loss_scale, grid, size, own)
+        return with_rows(parts, zero, out), self._lossless(self._join(new, x.shape), zero)
 
     def decode_change(
         self, parts: tuple[Tensor, ...], state: Tensor, spec: TensorSpec, ctx: Context
@@ -158,11 +154,9 @@ class Quantize(Codec):
             return None
         grid, backend = self._grid(ctx.seed), kernels(state.device)
         stored = state if self._is_whole(spec.numel) else self._split(state)
-        rows = self._shared_rows(spec.shape)
-        own = parts[:-1] if rows else parts
-        both = backend.dequantize_change(own, stored, ctx.loss_scale, grid, spec.dtype)
-        values, new = (self._join(each, spec.shape) for each in both)
-        return (clear_rows(values, parts[-1]), clear_rows(new, parts[-1])) if rows else (values, new)
+        both = backend.dequantize_change(parts[:3], stored, ctx.loss_scale, grid, spec.dtype)
+        values, new = (clear_rows(self._join(each, spec.shape), parts[3:]) for each in both)
+        return values, new
 
     def _zero_rows(self, x: Tensor, state: Tensor) -> Tensor | None:
         """Return bool [rows], those that are 0 in `x` and in `state`; None if the payload has no bits of
@@ -171,10 +165,6 @@ class Quantize(Codec):
             return None
         zero = zero_rows(x)
         return zero & zero_rows(state) if not is_readable(zero) or zero.any() else zero
-
-    @staticmethod
-    def _with_rows(parts: Parts, zero: Tensor | None, out: Parts | None) -> Parts:
-        return parts if zero is None else (*parts, pack_rows(zero, out[-1] if out else None))
 
     @staticmethod
     def _lossless(state: Tensor, zero: Tensor | None) -> Tensor:
@@ -215,14 +205,13 @@ class Quantize(Codec):
     def decode(self, parts: tuple[Tensor, ...], spec: TensorSpec, ctx: Context) -> Tensor:
         backend, grid, dtype = kernels(parts[0].device), self._grid(ctx.seed), spec.dtype
         dither = ctx.key("dither") if self._dithered else None
-        rows = self._shared_rows(spec.shape)
-        own = parts[:-1] if rows else parts
+        own, bits = parts[:3], parts[3:]
         if dtype in _MADE and self._is_whole(spec.numel):
             values: Tensor = backend.dequantize(own, grid, dtype, spec.shape, dither)
         else:  # kernels do not decode to fp16: decode to fp32, and `join` converts
             wide = dtype if dtype in _MADE else torch.float32
             values = join(backend.dequantize(own, grid, wide, None, dither), spec)
-        return clear_rows(values, parts[-1]) if rows else values
+        return clear_rows(values, bits)
 
     def keeps_rows(self, spec: TensorSpec) -> bool:
         return spec.numel > 0 and matrix_shape(spec.shape)[1] % self.options.group_size == 0

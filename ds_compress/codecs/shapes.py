@@ -5,13 +5,14 @@ positions). A vector is one row, a number is a 1 x 1 matrix.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from ds_compress.codec import Context, Layout, TensorSpec
+from ds_compress.codec import Context, Layout, Parts, TensorSpec
 from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.numerics import cast, is_readable
 
@@ -28,7 +29,7 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def row_bits(rows: int) -> Layout:
-    """Return the layout of what `pack_rows` returns; empty for no rows."""
+    """Return the layout of the bits of `with_rows`; empty for no rows."""
     return (((-(-rows // 8),), torch.uint8),) if rows else ()
 
 
@@ -53,16 +54,20 @@ def set_to_zero(rows: Tensor, zero: Tensor) -> None:
         rows.masked_fill_(zero[:, None], 0)
 
 
-def pack_rows(rows: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return `rows`, bool [rows], as bits; in the memory of `out` if that is given."""
-    bits: Tensor = kernels(rows.device).pack_bits(rows)
-    return bits if out is None else out.copy_(bits)
+def with_rows(parts: Parts, rows: Tensor | None, out: Parts | None = None) -> Parts:
+    """Return `parts` and after them `rows`, bool [rows], as bits, unless that is None; in the last tensor of
+    `out` if that is given."""
+    if rows is None:
+        return parts
+    bits = kernels(rows.device).pack_bits(rows)
+    return (*parts, out[-1].copy_(bits) if out else bits)
 
 
-def clear_rows(y: Tensor, bits: Tensor) -> Tensor:
-    """Set the rows of `y`, contiguous, to 0 that are among `bits` of `pack_rows`; return `y`."""
-    rows = matrix_shape(tuple(y.shape))
-    set_to_zero(y.view(rows), kernels(bits.device).unpack_bits(bits, rows[0]))
+def clear_rows(y: Tensor, bits: Sequence[Tensor]) -> Tensor:
+    """Set the rows of `y`, contiguous, to 0 that `with_rows` added as `bits`, none or one; return `y`."""
+    if bits:
+        rows = matrix_shape(tuple(y.shape))
+        set_to_zero(y.view(rows), kernels(y.device).unpack_bits(bits[0], rows[0]))
     return y
 
 
@@ -87,7 +92,7 @@ GroupSize = Annotated[int, Field(ge=8, le=2**20, multiple_of=8)]
 
 def group_shape(spec: TensorSpec, group_size: int | str) -> tuple[int, int]:
     """Return (groups, values per group, a multiple of 8): no groups for a tensor without elements."""
-    size = group_size if isinstance(group_size, int) else max(8, round_up(spec.numel, 8))
+    size = group_size if isinstance(group_size, int) else max(8, spec.numel + -spec.numel % 8)
     return -(-spec.numel // size), size
 
 
@@ -121,8 +126,3 @@ def join(groups: Tensor, spec: TensorSpec) -> Tensor:
         return groups.view(spec.shape)  # as most messages
     values = groups.reshape(-1)[: spec.numel]
     return values.reshape(spec.shape).to(spec.dtype).contiguous()
-
-
-def round_up(n: int, multiple: int) -> int:
-    """Return the smallest multiple that is at least `n`."""
-    return -(-n // multiple) * multiple

@@ -17,7 +17,7 @@ from torch import Tensor
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, Parts, TensorSpec, build, register
 from ds_compress.codecs import bounds
 from ds_compress.codecs.mixins import Selects, VariableSizePayload
-from ds_compress.codecs.shapes import clear_rows, matrix_shape, pack_rows, row_bits, zero_rows
+from ds_compress.codecs.shapes import clear_rows, matrix_shape, row_bits, with_rows, zero_rows
 from ds_compress.errors import CompressionError
 from ds_compress.kernels.backends import kernels
 from ds_compress.kernels.topk.selection import Selection
@@ -111,16 +111,13 @@ class Sparse(Codec, Selects):
         """Encode the selected `values` of `x`."""
         if not self._marked_rows(x.shape):
             return self.values.encode_into(values, ctx, out)
-        parts = self.values.encode_into(values, ctx, out and out[:-1])
-        return (*parts, pack_rows(zero_rows(x), out[-1] if out else None))
+        return with_rows(self.values.encode_into(values, ctx, out and out[:-1]), zero_rows(x), out)
 
     def _scatter(self, parts: Parts, selection: Selection, spec: TensorSpec, ctx: Context) -> Tensor:
         """Decode the values and scatter them into a tensor of zeros."""
-        marked = self._marked_rows(spec.shape)
-        own = parts[:-1] if marked else parts
+        own = parts[:-1] if self._marked_rows(spec.shape) else parts
         values = own[0] if self._raw else self.values.decode(own, self._values_spec(spec), ctx)
-        x = selection.scatter(values, spec.shape)
-        return clear_rows(x, parts[-1]) if marked else x
+        return clear_rows(selection.scatter(values, spec.shape), parts[len(own) :])
 
     def error_bound(self, spec: TensorSpec) -> float:
         values = self.values.error_bound(self._values_spec(spec))
