@@ -128,16 +128,8 @@ class Context(MessageId):
 
     def key(self, *uses: str) -> int:
         """Return 64 bits from the fields above, other bits for other `uses`, to draw random bits from."""
-        place = (
-            self.seed,
-            self.boundary,
-            self.direction,
-            self.step,
-            self.micro_batch,
-            self.position,
-            self.replica,
-            *uses,
-        )
+        message = self.boundary, self.direction, self.step, self.micro_batch
+        place = self.seed, *message, self.position, self.replica, *uses
         return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=8).digest(), "little")
 
 

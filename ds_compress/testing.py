@@ -380,9 +380,8 @@ def check_small_rows(pair: CodecPair) -> None:
         sent = normal(spec), normal(spec, seed=1)
         for x in sent:
             rows = x.view(matrix_shape(spec.shape))
-            rows *= torch.logspace(0, -30, len(rows), dtype=torch.float32, device=pair.device)[:, None].to(
-                spec.dtype
-            )
+            sizes = torch.logspace(0, -30, len(rows), dtype=torch.float32, device=pair.device)
+            rows *= sizes[:, None].to(spec.dtype)
             rows[::2, 3] *= 1e4
         for codec, arrived in zip(pair.codecs, pair.exchange(*sent)):
             keeps = arrived.reshape(matrix_shape(spec.shape)).any(1).all() or not codec.keeps_rows(spec)

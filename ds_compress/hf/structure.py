@@ -86,9 +86,8 @@ def find_structure(model: PreTrainedModel) -> ModelStructure:
     ]
     hooks.append(each[-1].register_forward_hook(record_output))
     with torch.no_grad():
-        model(
-            torch.randint(model.config.vocab_size, (1, 8), dtype=torch.int64, device="cpu"), use_cache=False
-        )
+        ids = torch.randint(model.config.vocab_size, (1, 8), dtype=torch.int64, device="cpu")
+        model(ids, use_cache=False)
     for hook in hooks:
         hook.remove()
     if ran.count(layers) != 1 or ran.count("") != 1:

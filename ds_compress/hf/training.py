@@ -234,9 +234,8 @@ class FinetuneRun:
         """Train up to the last step, or until `early_stop`; save when it is due, and at the end."""
         engine, settings = self.engine, self.settings
         done = engine.global_steps
-        batches = self.data.steps(
-            self.micro_batch, *self.replica, engine.gradient_accumulation_steps(), start=done
-        )
+        micro_batches = engine.gradient_accumulation_steps()
+        batches = self.data.steps(self.micro_batch, *self.replica, micro_batches, start=done)
         progress = Progress("training", self.steps, done, shown=self.is_first)
         before = self._count_bytes()
         for step, batch in zip(range(done, self.steps), batches):

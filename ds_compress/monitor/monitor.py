@@ -317,10 +317,8 @@ class Monitor(RuntimePart):
                     continue
                 raw, wire = (values[key] - before[kind][stage][key] for key in ("raw_bytes", "wire_bytes"))
                 found = {**values, "ratio": metrics.ratio(raw, wire)}
-                events += [
-                    (metrics.exchange_label(kind, stage, name), found[name], samples)
-                    for name in metrics.EXCHANGE
-                ]
+                for name in metrics.EXCHANGE:
+                    events.append((metrics.exchange_label(kind, stage, name), found[name], samples))
         return events
 
 

@@ -93,9 +93,8 @@ def store_findings(found: dict[str, Any]) -> Iterator[Finding]:
     if not there:
         yield Finding("good", f"{name}: no replica is there yet")
     elif found["is_alive"]:
-        last = (
-            f", the last round counted {shown_numbers(sorted(found['members']))}" if found["members"] else ""
-        )
+        members = shown_numbers(sorted(found["members"]))
+        last = f", the last round counted {members}" if members else ""
         yield Finding("good", f"{name}: replicas {there} meet in round {found['round']}{last}")
     else:
         said = f"{name}: replicas {there} were there, but gave no sign of life for {2 * BEAT_S:g} s"

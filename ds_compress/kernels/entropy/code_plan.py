@@ -208,10 +208,8 @@ def symbols_of(chosen: CodePlan, size: Tensor) -> Tensor:
     table t from t * SYMBOLS on."""
     above, below = chosen.reach.unsqueeze(2).unbind(1)
     first = torch.arange(len(above), dtype=torch.int64, device=size.device).unsqueeze(1) * SYMBOLS + below
-    positive, negative = (
-        torch.where(size <= above, size, above + 1),
-        torch.where(size <= below, -size, above + 1),
-    )
+    positive = torch.where(size <= above, size, above + 1)
+    negative = torch.where(size <= below, -size, above + 1)
     return torch.stack([first + positive, first + negative], dim=1).to(torch.int16)
 
 

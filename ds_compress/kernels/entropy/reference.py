@@ -115,10 +115,8 @@ def _encode_nearest(coder: Coder, bits: Tensor, exponent: Tensor, frame: CodeLay
     def write(worst_case: bool) -> tuple[Tensor, Tensor]:
         chosen = search(histogram, frame, worst_case)
         q = torch.searchsorted(first_keys(chosen.step, tables(bits.device)), key[:KEYS], right=True)
-        symbols, shift = (
-            symbols_of(chosen, q).flatten().index_select(0, keys),
-            shift_of(histogram, chosen, frame),
-        )
+        symbols = symbols_of(chosen, q).flatten().index_select(0, keys)
+        shift = shift_of(histogram, chosen, frame)
         return write_words(coder, chosen, symbols, escapes, exponent, shift, frame)
 
     words, fits = write(worst_case=False)

@@ -136,9 +136,8 @@ def read_words(coder: Coder, words: Tensor, frame: CodeLayout, classes: Tensor |
     valid &= (rest > 0).all()
     frequencies = torch.where(symbol == below, torch.where(valid, rest, TOTAL), frequencies * valid)
 
-    states, sizes = (
-        words[: frame.head].view(torch.int32).long().split([frame.blocks * frame.lanes, frame.blocks])
-    )
+    head = words[: frame.head].view(torch.int32).long()
+    states, sizes = head.split([frame.blocks * frame.lanes, frame.blocks])
     first, ends = ends[-1, 0], sizes.cumsum(0)
     room = frame.words - first
     valid &= (sizes >= 0).all() & (ends[-1] <= room)

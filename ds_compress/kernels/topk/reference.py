@@ -82,9 +82,8 @@ def gather(x: Tensor, entries: Tensor, count: int) -> Tensor:
 
     For sets that were not made from `x`: an overflow outside of them must be visible too.
     """
-    return torch.where(
-        is_finite(x), x.flatten().index_select(0, _indices(entries, x.numel(), count)), torch.nan
-    )
+    kept = x.flatten().index_select(0, _indices(entries, x.numel(), count))
+    return torch.where(is_finite(x), kept, torch.nan)
 
 
 def scatter(values: Tensor, entries: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -51,10 +51,9 @@ class Selection:
 
     @property
     def indices(self) -> Tensor:
-        entries = self.entries
-        return (
-            kernels(entries.device).list_bits(entries, self.numel, self.count) if self.is_packed else entries
-        )
+        if not self.is_packed:
+            return self.entries
+        return kernels(self.entries.device).list_bits(self.entries, self.numel, self.count)
 
     @property
     def bits(self) -> Tensor:
