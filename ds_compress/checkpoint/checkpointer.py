@@ -23,7 +23,6 @@ Residuals of gradients that ranks exchange have entries `replicas/gradients/NUMB
 tied weights `tied/gradients/...`. They are restored if every rank finds its own, with equal settings.
 """
 
-import functools
 import hashlib
 import json
 import logging
@@ -232,10 +231,8 @@ def load(session: SavedSession, root: Path, tag: str, restore: bool) -> None:
     verdict = Verdict(row for each in all_gather(rows) for row in each.tolist())
     for side, its in zip(sides, found):
         restored = verdict.status[side.layer, rank.replica] == RESTORED
-        memories = its.memories if restored else {}
-        session.stage.on_codec_stream(
-            side.boundary, functools.partial(side.boundary.restore, memories, engine.device)
-        )
+        boundary, memories = side.boundary, its.memories if restored else {}
+        session.stage.on_codec_stream(boundary, boundary.restore, memories, engine.device)
     _load_dependence(session, root, tag, rank, restore)
     for kind in GRADIENTS:
         _load_gradients(session, kind, root, tag, rank, restore)

@@ -131,10 +131,11 @@ class Stage:
             self._begin(context, {})
         self._set_raw_tail(context)  # a program may have set a mask since
 
-    def on_codec_stream(self, boundary: Boundary, work: Callable[[], Made]) -> Made:
-        """Run `work` on the stream of a boundary's codecs; later work waits for it. Return its result."""
+    def on_codec_stream(self, boundary: Boundary, work: Callable[..., Made], *args: Any) -> Made:
+        """Run `work` with `args` on the stream of a boundary's codecs; later work waits for it. Return its
+        result."""
         codec_stream = next(end.codec_stream for end in self.ends if end.channel.boundary is boundary)
-        made = codec_stream.run(work)
+        made = codec_stream.run(functools.partial(work, *args))
         codec_stream.join()
         return made
 

@@ -64,8 +64,8 @@ class StageView(MessageSource, Protocol):
     exchange_connections: list[ExchangeConnections]
     """Of ranks that exchange packets of gradients."""
 
-    def on_codec_stream(self, boundary: Boundary, work: Callable[[], Made]) -> Made:
-        """Run `work` on the stream where the codecs of `boundary` run; return its result."""
+    def on_codec_stream(self, boundary: Boundary, work: Callable[..., Made], *args: Any) -> Made:
+        """Run `work` with `args` on the stream where the codecs of `boundary` run; return its result."""
 
 
 class Step(NamedTuple):

@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -85,9 +84,7 @@ def evaluate_candidates(
         for candidate in candidates:
             found = dict.fromkeys(DIRECTIONS, UNKNOWN)
             if boundary is not None and all(pair):
-                found = stage.on_codec_stream(
-                    boundary, partial(evaluate, boundary, candidate, pair, clock, step)
-                )
+                found = stage.on_codec_stream(boundary, evaluate, boundary, candidate, pair, clock, step)
             for direction, own in found.items():
                 for what, value in own._asdict().items():
                     row[column_name(side, candidate, direction, what)] = value

@@ -4,7 +4,6 @@ Each side computes this state itself, from the same packets. A flipped bit in me
 rounds differently, would make the two differ from then on without any other sign.
 """
 
-import functools
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -48,8 +47,8 @@ class ReplicaCheck(RuntimePart):
         rows = torch.full((MOST_SIDES * len(DIRECTIONS), 4), -1, dtype=torch.int64, device="cpu")
         places = [(side, number) for side in self._sides for number in range(len(DIRECTIONS))]
         for row, (side, number) in zip(rows, places):
-            place = side.boundary.memory, DIRECTIONS[number], step // self.every
-            digest = self._stage.on_codec_stream(side.boundary, functools.partial(window_digest, *place))
+            window = side.boundary.memory, DIRECTIONS[number], step // self.every
+            digest = self._stage.on_codec_stream(side.boundary, window_digest, *window)
             numbers = [side.boundary.number, number, self._tensor_parallel, digest]
             row.copy_(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
         everywhere = all_gather(rows.to(self._device), self._group)
@@ -59,8 +58,7 @@ class ReplicaCheck(RuntimePart):
                 self._start_anew(side, DIRECTIONS[number], step)
 
     def _start_anew(self, side: Side, direction: str, step: int) -> None:
-        forget = functools.partial(side.boundary.forget_mirrored, direction)
-        self._stage.on_codec_stream(side.boundary, forget)
+        self._stage.on_codec_stream(side.boundary, side.boundary.forget_mirrored, direction)
         if side.name == "upstream" and self._tensor_parallel == 0:
             log.warning(
                 f"boundary {side.boundary.number}, {direction}: both sides no longer hold the same after "
