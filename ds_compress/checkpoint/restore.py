@@ -7,7 +7,7 @@ status, which all ranks learn of, so both sides start from zero if one has to.
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_compress.checkpoint.file import DamagedFile, StateFile
+from ds_compress.checkpoint.file import DamagedFile, Metadata, StateFile
 from ds_compress.codecs.mixins import Stateful, layers
 from ds_compress.errors import shown_numbers
 from ds_compress.feedback.digest import mirror_digest
@@ -163,32 +163,33 @@ def saved_state(root: Path, tag: str, rank: Rank, step: int) -> tuple[dict[str, 
     A rank without a file, as in a new replica, reads the state in the files of others. So does one whose file
     was saved under this tag by an earlier run with more replicas.
     """
-    own = rank.path(Path()).name
-    others = sorted(path.name for path in Path(root, tag).glob("ds_compress_pp*.safetensors"))
-    for name in dict.fromkeys([own, *others]):
-        try:
-            metadata = StateFile(Path(root, tag, name)).metadata
-        except DamagedFile:  # `load` logs why
-            continue
-        if metadata.step != step:
-            continue
+    own = rank.path(Path(root, tag))
+    others = sorted(Path(root, tag).glob("ds_compress_pp*.safetensors"))
+    for path, metadata in _saved_at(step, dict.fromkeys([own, *others])):
         state = metadata.state.model_dump(mode="json") if metadata.state else {}
         measured = {boundary: list(pair) for boundary, pair in metadata.own_state.items()}
-        return state, measured if name == own else {}
+        return state, measured if path == own else {}
     return {}, {}
 
 
 def saved_dependence(root: Path, tag: str, rank: Rank, step: int) -> dict[str, tuple[bool, ...]]:
     """Return `Boundary.dependence` at checkpoint `tag` by the keys of sides, as far as it is known."""
     found: dict[str, tuple[bool, ...]] = {}
-    for path in rank.shards(Path(root, tag)):
+    for _, metadata in _saved_at(step, rank.shards(Path(root, tag))):
+        # of two files the first counts, as for states
+        found = {key: tuple(depends) for key, depends in metadata.dependence.items()} | found
+    return found
+
+
+def _saved_at(step: int, paths: Iterable[Path]) -> Iterator[tuple[Path, Metadata]]:
+    """Yield those of the files that were saved at `step`, with their metadata."""
+    for path in paths:
         try:
             metadata = StateFile(path).metadata
         except DamagedFile:  # `load` logs why
             continue
-        if metadata.step == step:  # of two files the first counts, as for states
-            found = {key: tuple(depends) for key, depends in metadata.dependence.items()} | found
-    return found
+        if metadata.step == step:
+            yield path, metadata
 
 
 class Verdict:
