@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -341,18 +342,15 @@ class FinetuneRun:
         """
         failures: list[Exception] = []
 
-        def attempt(write: Callable[..., None]) -> Callable[..., None]:
-            def attempted(*args: Any, **options: Any) -> None:
-                try:
-                    write(*args, **options)
-                except (OSError, RuntimeError) as error:  # torch raises either
-                    failures.append(error)
-
-            return attempted
+        def attempt(write: Callable[..., None], *args: Any, **options: Any) -> None:
+            try:
+                write(*args, **options)
+            except (OSError, RuntimeError) as error:  # torch raises either
+                failures.append(error)
 
         own = [(owner, method, getattr(owner, method)) for owner, method in file_writers(self.engine)]
         for owner, method, write in own:
-            setattr(owner, method, attempt(write))
+            setattr(owner, method, partial(attempt, write))
         try:
             yield
         finally:
