@@ -56,14 +56,8 @@ class SendingMeter(_Meter):
     errors hardly differ between the messages of a step, and comparing all of them would cost too much.
     """
 
-    COLUMNS = (
-        "step_messages",
-        "nonfinite_share",
-        *MessageError._fields,
-        "gradient_error",
-        "encode_ms",
-        "send_ms",
-    )
+    ERRORS = "nonfinite_share", *MessageError._fields, "gradient_error"
+    COLUMNS = "step_messages", *ERRORS, "encode_ms", "send_ms"
 
     def __init__(self, clock: HostClock, compared: Collection[int], gradients: GradientError | None = None):
         """

@@ -19,14 +19,8 @@ from ds_compress.message.channel import Channel
 from ds_compress.message.meters import ReceivingMeter, SendingMeter
 from ds_compress.monitor.metrics import COUNTERS, EXCHANGE, GRADIENTS, Channels
 
-COLUMNS = (
-    *COUNTERS,
-    *SendingMeter.COLUMNS,
-    "residual_norm",
-    "residual_share",
-    "buffer_bytes",
-    *ReceivingMeter.COLUMNS,
-)
+_OF_FEEDBACK = "residual_norm", "residual_share", "buffer_bytes"
+COLUMNS = *COUNTERS, *SendingMeter.COLUMNS, *_OF_FEEDBACK, *ReceivingMeter.COLUMNS
 EXCHANGED = tuple(name for name in EXCHANGE if name != "ratio")
 """Columns of gradients that a stage exchanges."""
 SIDES = 2  # of a channel: where it sends, where it receives
