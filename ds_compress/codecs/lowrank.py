@@ -11,12 +11,7 @@ from torch import Tensor
 from ds_compress.codec import Codec, CodecOptions, Context, Layout, TensorSpec, register
 from ds_compress.codecs import bounds
 from ds_compress.codecs.mixins import Stateful, check_entry, parse_size
-from ds_compress.codecs.shapes import (
-    WIRE_DTYPES,
-    as_message,
-    boundary_noise,
-    matrix_shape,
-)
+from ds_compress.codecs.shapes import WIRE_DTYPES, as_message, boundary_noise, matrix_shape
 from ds_compress.kernels.numerics import LARGEST_FACTOR, cast, is_finite, saturate
 from ds_compress.stability import Stability
 

@@ -25,12 +25,7 @@ def evaluation(engine: PipelineEngine, boundaries: Sequence[Boundary], mode: Mod
     devices = [engine.device] if engine.device.type == "cuda" else []
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        with (
-            torch.random.fork_rng(devices),
-            torch.no_grad(),
-            evaluating(engine),
-            evaluated(boundaries, mode),
-        ):
+        with torch.random.fork_rng(devices), torch.no_grad(), evaluating(engine), evaluated(boundaries, mode):
             yield
     finally:
         random.setstate(python)
@@ -46,11 +41,7 @@ def replay(
 
 
 def run_eval_batch(
-    engine: PipelineEngine,
-    eval_batch: Callable[..., Any],
-    data_iter: Any,
-    *args: Any,
-    **kwargs: Any,
+    engine: PipelineEngine, eval_batch: Callable[..., Any], data_iter: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Run DeepSpeed's `eval_batch`; where "eval" is "both" twice, if it returns a loss."""
     session: Any = engine.ds_compress

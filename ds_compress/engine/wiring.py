@@ -14,14 +14,7 @@ from ds_compress.message.channel import Channel
 from ds_compress.message.channel_end import ReceivingEnd, SendingEnd
 from ds_compress.transport.codec_stream import CodecStream, codec_stream_for
 from ds_compress.transport.connections import connect, require_files
-from ds_compress.transport.p2p import (
-    ExchangeConnections,
-    PeerTimeout,
-    Receiver,
-    Sender,
-    channel_groups,
-    meet,
-)
+from ds_compress.transport.p2p import ExchangeConnections, PeerTimeout, Receiver, Sender, channel_groups, meet
 from ds_compress.transport.staging import receives_hold_device
 
 SHAPES, EXTRA = " shapes", " extra"

@@ -123,14 +123,7 @@ def residual_norm(memories: Iterable[Mapping[str, Tensor]]) -> float:
 class SliceCodec:
     """Encodes slices into packets and decodes them, with one codec for all slices."""
 
-    def __init__(
-        self,
-        codec: Codec,
-        seed: int,
-        has_checksum: bool,
-        stage: int,
-        content: str = "gradients",
-    ):
+    def __init__(self, codec: Codec, seed: int, has_checksum: bool, stage: int, content: str = "gradients"):
         """Two codecs of one seed draw different random bits if `stage` differs.
 
         Args:

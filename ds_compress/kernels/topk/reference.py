@@ -14,14 +14,7 @@ from torch import Tensor
 
 from ds_compress.kernels.numerics import is_finite
 
-__all__ = [
-    "gather",
-    "list_bits",
-    "pack_bits",
-    "scatter",
-    "select_largest",
-    "unpack_bits",
-]
+__all__ = ["gather", "list_bits", "pack_bits", "scatter", "select_largest", "unpack_bits"]
 
 _INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
