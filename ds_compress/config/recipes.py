@@ -68,11 +68,8 @@ def recipe(name: object, key: str, quality: object = DEFAULT) -> dict[str, Any]:
     """
     if name == AUTO:
         of_quality = recipe(quality, key) if quality in names() else {}
-        return {
-            "quality": DEFAULT,
-            "link": {"depth": "auto"},
-            **{key: value for key, value in of_quality.items() if key == "tied"},
-        }
+        tied = {option: value for option, value in of_quality.items() if option == "tied"}
+        return {"quality": DEFAULT, "link": {"depth": "auto"}, **tied}
     known = [AUTO, *names()]
     if not isinstance(name, str) or name not in known:
         near = did_you_mean(name, known)

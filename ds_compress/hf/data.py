@@ -177,13 +177,8 @@ def _load(settings: Settings, source: str, tokenizer: Any) -> tuple[Rows, list[n
     path, folder = Path(source), settings.tokenizer or settings.model
     texts = [path] if path.is_file() else []
     stats = [(file.name, file.stat()) for file in (*texts, *list_texts(Path(folder)))]
-    key = [
-        source,
-        [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],
-        settings.data.model_dump(),
-        settings.sequence_length,
-        folder,
-    ]
+    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    key = [source, files, settings.data.model_dump(), settings.sequence_length, folder]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     caches = [Path(settings.out, "data", f"{name}-{part}.npy") for part in ("tokens", "bounds")]
     if not all(cache.exists() for cache in caches):

@@ -177,12 +177,8 @@ def _cheapest(
     separable = [own for own in evaluations if own.candidate.is_separable]
     forward = [own for own in separable if own.forward.token_error <= limits.forward]
     backward = [own for own in separable if own.backward.gradient_error <= limits.backward]
-    whole = [
-        own
-        for own in evaluations
-        if not own.candidate.is_separable
-        and limits.allow(own.forward.token_error, own.backward.gradient_error)
-    ]
+    together = [own for own in evaluations if not own.candidate.is_separable]
+    whole = [own for own in together if limits.allow(own.forward.token_error, own.backward.gradient_error)]
     if forward and backward:
         best_forward = min(forward, key=lambda own: key(own.forward))
         best_backward = min(backward, key=lambda own: key(own.backward))

@@ -127,12 +127,8 @@ class SimulatedBoundary(nn.Module):
             for observer in self.ends[source.direction].observers:
                 observer.before(message)
             message.encoded = encoded = source.encode(tensors, message_id)
-            arrived = target.decode(
-                encoded.packet,
-                target.layout_of(tensors, message_id),
-                message_id,
-                lambda nbytes: encoded.extra,
-            )
+            layout = target.layout_of(tensors, message_id)
+            arrived = target.decode(encoded.packet, layout, message_id, lambda nbytes: encoded.extra)
             message.decoded = arrived
             for observer in self.ends[source.direction].observers:
                 observer.after(message)
