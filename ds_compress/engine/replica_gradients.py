@@ -258,11 +258,7 @@ def connect_replicas(engine: PipelineEngine, stage: Stage) -> ReplicaTraffic | N
 
 
 def _split(
-    tensor: Tensor,
-    owner: int | None,
-    spans: Sequence[_GradientSpan],
-    found: list[Gradient],
-    others: list[Tensor],
+    tensor: Tensor, owner: int | None, spans: list[_GradientSpan], found: list[Gradient], others: list[Tensor]
 ) -> None:
     """Add the parts of `tensor` that lie in `spans` to `found`, the rest to `others`."""
     start, size = tensor.data_ptr(), tensor.element_size()

@@ -24,10 +24,7 @@ class SimulatedTraining:
     """Runs the policy before the first pass after a step, when optimizer and scheduler have stepped."""
 
     def __init__(
-        self,
-        config: Config,
-        boundaries: Sequence[SimulatedBoundary],
-        lr: Callable[[], Sequence[float]] | None,
+        self, config: Config, boundaries: list[SimulatedBoundary], lr: Callable[[], Sequence[float]] | None
     ):
         """
         Raises:
