@@ -119,10 +119,8 @@ class State:
 
     def stored_for_writing(self, ctx: Context, spec: TensorSpec) -> tuple[Tensor, ...]:
         """Return the stored buffer to overwrite: a copy if a copy of the memory refers to its tensors too."""
-        memory = ctx.memory
-        shared = any(
-            _references(memory, key) > _ONE_REFERENCE for key in self._keys(ctx, spec) if key in memory
-        )
+        keys = [key for key in self._keys(ctx, spec) if key in ctx.memory]
+        shared = any(_references(ctx.memory, key) > _ONE_REFERENCE for key in keys)
         stored = self.stored(ctx, spec)
         return tuple(map(torch.clone, stored)) if shared else stored
 

@@ -199,11 +199,9 @@ class FinetuneRun:
 
     def _advance_schedule(self, done: int) -> None:
         """Have `lr_schedule` go on after `done` steps: like the data, the rate follows from their number."""
-        schedule = self.engine.lr_scheduler
+        schedule, groups = self.engine.lr_scheduler, self.engine.basic_optimizer.param_groups
         schedule.last_epoch = done
-        for group, base, factor in zip(
-            self.engine.basic_optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas
-        ):
+        for group, base, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas):
             group["lr"] = base * factor(done)
 
     def _list_changes(self, checkpoint: str) -> str:

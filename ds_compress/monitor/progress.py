@@ -22,10 +22,9 @@ class Progress:
         self._output, self._shown = output or sys.stderr, shown
         self._started = time.monotonic()
         self._written = done * LINES // max(steps, 1)
-        watched = shown and self._output.isatty()
-        self._bar = (
-            tqdm(total=steps, initial=done, desc=title, unit="step", file=self._output) if watched else None
-        )
+        self._bar: tqdm | None = None
+        if shown and self._output.isatty():
+            self._bar = tqdm(total=steps, initial=done, desc=title, unit="step", file=self._output)
 
     def update(self, done: int, values: Mapping[str, str]) -> None:
         """Show progress: `done` steps in all; `values` are shown after them."""

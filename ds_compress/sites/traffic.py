@@ -64,9 +64,8 @@ class OuterTraffic(RuntimePart):
         is_partitioned = has_partitions(optimizer)
         if engine.has_moe_layers:
             raise CompressionError(f"{PLACE}.every: MoE layers are not allowed between launches; use every 1")
-        if not is_partitioned and any(
-            p.dtype != torch.float32 for p in engine.module.parameters() if p.requires_grad
-        ):
+        trained = [p for p in engine.module.parameters() if p.requires_grad]
+        if not is_partitioned and any(p.dtype != torch.float32 for p in trained):
             raise CompressionError(
                 f"{PLACE}.every: {type(optimizer).__name__} has no fp32 weights that are known here; use "
                 "bf16, or ZeRO 1"

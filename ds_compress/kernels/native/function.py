@@ -84,9 +84,8 @@ class Call:
             expected = f"at least {sorted(needed)}, and others of {[*kinds]}"
             raise TypeError(f"{function.name}: {[*known]} came, expected {expected}")
         words: dict[str, Any] = dict.fromkeys(kinds, 0)
-        for name in sorted(
-            known, key=lambda name: isinstance(kinds[name], Buffer)
-        ):  # sizes follow from integers
+        # sizes follow from integers, which come first
+        for name in sorted(known, key=lambda name: isinstance(kinds[name], Buffer)):
             absent = known[name] is None and getattr(kinds[name], "optional", False)
             words[name] = 0 if absent else self._word(name, known[name])
         self._words = [*words.values()]

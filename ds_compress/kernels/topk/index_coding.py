@@ -153,9 +153,8 @@ CODERS: dict[str, Any] = {"bitmask": Bitmask, "int16": Int16, "int32": Int32, "r
 @lru_cache(maxsize=1024)  # a message has the shape of the one before
 def nbytes(name: str, numel: int, count: int) -> int:
     """Return the bytes that coder `name` takes for `count` of `numel` indices."""
-    return sum(
-        torch.Size(shape).numel() * dtype.itemsize for shape, dtype in CODERS[name].layout(numel, count)
-    )
+    layout = CODERS[name].layout(numel, count)
+    return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout)
 
 
 @lru_cache(maxsize=1024)
