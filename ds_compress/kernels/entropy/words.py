@@ -57,7 +57,7 @@ def write_words(
     ends = frame.tables + beyond.cumsum(0)
     place = ends - beyond + _place(symbol, below)
     place = torch.where((symbol == below) | (symbol > beyond), frame.words, place)
-    _put(words, place.flatten(), frequencies.flatten())
+    words.scatter_(0, place.flatten().clamp(0, frame.words), frequencies.flatten())
     words = words[:-1].to(torch.int16)
     place = torch.arange(frame.words, dtype=torch.int32, device=symbols.device)
     escaped = (symbol == beyond).flatten().index_select(0, symbols.int())
@@ -154,10 +154,6 @@ def read_words(coder: Coder, words: Tensor, frame: CodeLayout, classes: Tensor |
     escapes = torch.where(place >= places[-1], unsigned, 1)
     places = places.clamp_(0, frame.words - 1)
     return Symbols(exponent, step, shift, symbol - below, numbers, escaped, places, escapes, valid)
-
-
-def _put(words: Tensor, places: Tensor, numbers: Tensor) -> None:
-    words.scatter_(0, places.clamp(0, len(words) - 1), numbers.long())
 
 
 def _place(symbol: Tensor, below: Tensor) -> Tensor:
