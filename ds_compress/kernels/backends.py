@@ -184,19 +184,19 @@ def self_test(backend: Backend, device: torch.device, examples: "Examples | None
 
 
 def _quantize(backend: Backend, device: torch.device) -> tuple[Tensor, ...]:
-    groups, grid = _values(40 * 128, torch.float32, device).view(40, 128), Grid(4, hadamard=True)
+    groups, grid = _values(40 * 128, device).view(40, 128), Grid(4, hadamard=True)
     parts = backend.quantize(groups, grid)
     return (*parts, backend.dequantize(parts, grid))
 
 
 def _feedback(backend: Backend, device: torch.device) -> tuple[Tensor, ...]:
-    groups = _values(40 * 128, torch.float32, device).view(40, 128)
+    groups = _values(40 * 128, device).view(40, 128)
     parts, state = backend.quantize_with_residual(groups, (groups.flip(0),), 3.0, 0.0, 1.0, Grid(4), 128)
     return *parts, *state
 
 
 def _entropy(backend: Backend, device: torch.device) -> tuple[Tensor, ...]:
-    values = _values(40_000, torch.float32, device)
+    values = _values(40_000, device)
     frame = frame_of(values.numel(), 2.5)
     words, _ = backend.encode_entropy(values, frame)
     return words, *backend.decode_entropy(words, frame, torch.float32)
@@ -214,10 +214,10 @@ not compile those of the first."""
 EXAMPLES: Examples = {name: example for each in FAMILIES.values() for name, example in each.items()}
 
 
-def _values(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers of both signs with many ties."""
+def _values(count: int, device: torch.device) -> Tensor:
+    """Return fp32 numbers of both signs with many ties."""
     numbers = torch.arange(count, dtype=torch.int64, device=CPU_DEVICE) * 7919 % 1021 - 510
-    return numbers.to(dtype).to(device)
+    return numbers.float().to(device)
 
 
 def _is_same(result: Tensor, expected: Tensor) -> bool:
