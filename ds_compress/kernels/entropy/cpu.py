@@ -89,12 +89,8 @@ class EntropyPlan:
         constants = tables(torch.device("cpu"), frame.unit_shift)
         known: dict[str, Any] = {name: getattr(frame, name) for name in _OF_FRAME}
         known |= {"bf16": dtype == torch.bfloat16, "size": frame.words, "rows": rows}
-        self.encode = _encode.bind(
-            **known,
-            is_sampled=frame.is_sampled,
-            spare=spare_words(frame),
-            **{name: getattr(constants, name) for name in _OF_FORMAT},
-        )
+        table = {name: getattr(constants, name) for name in _OF_FORMAT}
+        self.encode = _encode.bind(**known, **table, is_sampled=frame.is_sampled, spare=spare_words(frame))
         self.decode = _decode.bind(**known, steps=constants.step)
 
 
@@ -139,13 +135,9 @@ def decode_entropy(
         return reference.decode_entropy(words, frame, dtype, dither, shifts)
     shifts = _NO_SHIFTS if shifts is None else shifts.contiguous()
     values = torch.empty(frame.numel, dtype=dtype, device="cpu")
-    is_valid = _plan(frame, dtype, len(shifts)).decode(
-        values,
-        *key_halves(dither or 0),
-        scratch("entropy.q", (_AT_ONCE, frame.length), torch.int8),
-        words.contiguous(),
-        shifts,
-    )
+    q = scratch("entropy.q", (_AT_ONCE, frame.length), torch.int8)
+    decode = _plan(frame, dtype, len(shifts)).decode
+    is_valid = decode(values, *key_halves(dither or 0), q, words.contiguous(), shifts)
     if not is_valid:
         values.fill_(torch.nan)
     return values, torch.tensor(bool(is_valid), dtype=torch.bool, device="cpu")
