@@ -101,16 +101,11 @@ def _exchange_seconds(workload: Workload, plan: TransferPlan, network: LinkSpeed
 def predict(workload: Workload, plan: TransferPlan, network: LinkSpeeds) -> Prediction:
     """Predict the step time like `step_seconds`, and split it into its causes."""
     boundaries = range(workload.stages - 1)
-    forward, backward = (
-        tuple(MessageCost(_at(getattr(plan, direction), b).nbytes) for b in boundaries)
-        for direction in ("forward", "backward")
-    )
+    ways = plan.forward, plan.backward
+    forward, backward = (tuple(MessageCost(_at(way, b).nbytes) for b in boundaries) for way in ways)
     free = replace(plan, forward=forward, backward=backward)
     step = step_seconds(workload, plan, network)
-    transmits = [
-        max(_at(plan.forward, b).nbytes, _at(plan.backward, b).nbytes) / _at(network, b).bandwidth
-        for b in boundaries
-    ]
+    transmits = [max(_at(way, b).nbytes for way in ways) / _at(network, b).bandwidth for b in boundaries]
     return Prediction(
         step=step,
         free_link=step_seconds(workload, plan, LinkSpeed()),

@@ -173,11 +173,8 @@ def profile_cluster(
         return max(row[column] for row in stage_rows[stage])
 
     def traffic(direction: str, sends: int, receives: int) -> MessageCost:
-        return MessageCost(
-            int(worst(sends, f"bytes {direction}")),
-            worst(sends, f"encode {direction}"),
-            worst(receives, f"decode {direction}"),
-        )
+        nbytes, encode = worst(sends, f"bytes {direction}"), worst(sends, f"encode {direction}")
+        return MessageCost(int(nbytes), encode, worst(receives, f"decode {direction}"))
 
     boundaries = range(stages - 1)
     forward = tuple(traffic("forward", b, b + 1) for b in boundaries)
@@ -201,12 +198,9 @@ def profile_cluster(
             limit = budget.required(depth, micro_batches, stages, stage)
             limit += min(row["spare"] for row in stage_rows[stage])
         budgets.append(MemoryBudget(activations, packets, limit))
-    workload = Workload(
-        tuple(worst(stage, "forward") for stage in range(stages)),
-        tuple(worst(stage, "backward") for stage in range(stages)),
-        micro_batches,
-        min(worst(stage, "step") for stage in range(stages)),
-    )
+    passes = [tuple(worst(stage, direction) for stage in range(stages)) for direction in DIRECTIONS]
+    per_step = min(worst(stage, "step") for stage in range(stages))
+    workload = Workload(passes[0], passes[1], micro_batches, per_step)
     known = not any(math.isnan(row["activations"]) for row in rows)
     return ClusterProfile(workload, networks, forward, backward, tuple(budgets) if known else None)
 
