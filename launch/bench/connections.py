@@ -24,18 +24,17 @@ AHEAD = 4
 
 
 def stream(end: Sender | Receiver, nbytes: int, count: int) -> float:
-    """Send or receive `count` messages; a receiver returns the seconds from its first message to its last."""
+    """Send or receive `count` messages; a receiver returns the seconds until it has them."""
     dist.barrier()
+    began = time.monotonic()
     if isinstance(end, Sender):
         for _ in range(count):
             end.send(end.memory(nbytes))
         end.drain()
-        return 0.0
-    end.expect(nbytes, count)
-    end.receive(nbytes)
-    began = time.monotonic()
-    for _ in range(count - 1):
-        end.receive(nbytes)
+    else:
+        end.expect(nbytes, count)
+        for _ in range(count):
+            end.receive(nbytes)
     return time.monotonic() - began
 
 
@@ -54,11 +53,10 @@ def main() -> None:
         connected = time.monotonic() - began
         kind = Receiver if rank else Sender
         end = kind(1 - rank, torch.device("cpu"), groups[:number], PeerTimeout(), AHEAD - 1)
-        # As many more as take the seconds at the rate of the first ones
-        rate = (AHEAD - 1) / max(stream(end, nbytes, AHEAD), 1e-3)
-        count = torch.tensor(max(AHEAD, round(args.seconds * rate)))
+        # As many as take the seconds at the rate of the first ones
+        count = torch.tensor(max(AHEAD, round(args.seconds * AHEAD / stream(end, nbytes, AHEAD))))
         dist.broadcast(count, src=1)
-        seconds = stream(end, nbytes, 1 + int(count))
+        seconds = stream(end, nbytes, int(count))
         if rank:
             mbit = 8e-6 * int(count) * nbytes / seconds
             sockets, threads = (len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task"))
