@@ -74,12 +74,14 @@ class TopK(Sparse, FollowsForward):
                 f"indices 'reuse' finds nothing to reuse, {forward.name!r} selects no entries; using 'auto'"
             )
             return own
-        theirs = forward.options.model_dump(include={"density", "rows"})
-        for key, value in theirs.items():
+        theirs = {
+            key: getattr(forward.options, key) for key in ("density", "rows") if hasattr(forward.options, key)
+        }
+        for key in theirs:
             mine = getattr(self.options, key)
-            if key in self.options.model_fields_set and mine != value:
+            if key in self.options.model_fields_set and mine != theirs[key]:
                 raise CompressionError(
-                    f"topk.{key}: {mine!r} backward with indices 'reuse', but {value!r} in forward "
+                    f"topk.{key}: {mine!r} backward with indices 'reuse', but {theirs[key]!r} in forward "
                     f"{forward.name!r}; leave it out backward, or do not reuse"
                 )
         copy = TopK(self.options.model_copy(update=theirs))
