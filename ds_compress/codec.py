@@ -32,11 +32,11 @@ import torch
 from torch import Tensor
 
 from ds_compress.errors import CompressionError
+from ds_compress.kernels.memory import Parts as Parts
 from ds_compress.registry import Named, Options, Registry
 from ds_compress.stability import Stability
 
 Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
-Parts = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,17 @@ class NewKernels:
     def __init__(self, config: Config, stage: Stage, device: torch.device):
         self._config = config
         self._stage = stage
-        self._can_block = receives_hold_device(device)
+        self._receives_hold_device = receives_hold_device(device)
         self._settings: object = None  # those of the latest training schedule
         self._have_run = set[tuple[bool, int]]()  # kinds with these settings: is the warm-up over; observers
 
     def must_run_in_order(self, context: StepContext) -> bool:
-        """Return whether the schedule that begins now has to; asked once for each, as it remembers them."""
+        """Return whether the schedule that begins now has to run in that order.
+
+        It is asked once for each, as it remembers them.
+        """
         config = self._config
-        if not context.training or not self._can_block:
+        if not context.training or not self._receives_hold_device:
             return False
         if config.in_force is not self._settings:
             self._settings = config.in_force

@@ -13,7 +13,7 @@ from ds_compress.message.dependence import DependencyTracker
 
 
 class TrackedPasses:
-    """Observes the passes of a stage as long as a boundary needs it; all compress if "tensors" is "all"."""
+    """Observes the passes of a stage as long as a boundary needs it; none if "tensors" lists positions."""
 
     def __init__(self, engine: PipelineEngine, config: Config, stage: Stage):
         self._engine = engine
@@ -23,7 +23,8 @@ class TrackedPasses:
         self._tracker = DependencyTracker(engine.module) if follows else None
 
     def begin_schedule(self) -> Callable[[], DependencyTracker | None] | None:
-        """Return what gives a context for each instruction that computes what is sent; None: no need."""
+        """Return a function that gives a context for instructions that compute what is sent; None if no
+        boundary needs it."""
         if self._tracker is not None:
             self._tracker.has_looked = False
         return self._open if self._open() else None

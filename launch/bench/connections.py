@@ -24,7 +24,7 @@ AHEAD = 4
 
 
 def stream(end: Sender | Receiver, nbytes: int, count: int) -> float:
-    """Send or receive `count` messages; a receiver returns the seconds until it has them."""
+    """Send or receive `count` messages of `nbytes`; return the seconds that this took."""
     dist.barrier()
     began = time.monotonic()
     if isinstance(end, Sender):
