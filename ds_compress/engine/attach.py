@@ -23,8 +23,9 @@ from ds_compress.engine.deepspeed import (
     steps_per_epoch,
 )
 from ds_compress.engine.deepspeed import prepare as prepare
-from ds_compress.engine.handshake import SharedWarning, agree, numerics_to_match
+from ds_compress.engine.handshake import agree, numerics_to_match
 from ds_compress.engine.intercept import PointToPoint
+from ds_compress.engine.left_alone import LeftAlone
 from ds_compress.engine.message_path import MessagePath
 from ds_compress.engine.mixin import CompressedEngine
 from ds_compress.engine.optimizer_mixins import check_optimizer
@@ -125,8 +126,7 @@ def attach(engine: Any, block: object) -> None:
     cleanup.free_unused(engine.device)
     watchdog = Watchdog(keys, rank, world_size, config.block.link.timeout_s)
     notes = PrefixStore(f"notes/{engine.grid.get_data_parallel_id()}", keys)
-    warning = SharedWarning(keys)
-    connect = functools.partial(make_path, engine, config, PointToPoint.over(p2p), original, warning)
+    connect = functools.partial(make_path, engine, config, PointToPoint.over(p2p), original, LeftAlone(keys))
     outer = sites.OuterTraffic(engine, config) if sites is not None else None
     session = engine.ds_compress = Session(engine, config, boundaries, connect, watchdog, notes, outer)
     cleanup.free_with(engine, session.stage.groups, watchdog.close)

@@ -6,7 +6,6 @@ at once: what it waits for, and how long, is the same for any number of ranks.
 """
 
 import json
-import logging
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,8 +18,6 @@ from ds_compress.codecs.mixins import layers
 from ds_compress.codecs.sparse import RandomK
 from ds_compress.config import Config
 from ds_compress.errors import CompressionError, differences, shown_numbers
-
-logger = logging.getLogger("ds_compress")
 
 
 def agree(
@@ -73,21 +70,6 @@ def _verdict(keys: Store, world_size: int, timeout: float) -> str:
         for path, ours, theirs in differences(answers[0]["settings"], answer["settings"], "ds_compress"):
             return f"{path}: rank 0 has {ours!r}, rank {rank} has {theirs!r}; use the same on all nodes"
     return ""
-
-
-class SharedWarning:
-    """A warning that is logged once for all ranks, by the first that has reason to."""
-
-    def __init__(self, keys: Store):
-        """Exchange through `keys` in common."""
-        self._keys = keys
-        self._is_logged = False
-
-    def log(self, line: str) -> None:
-        """Log `line`, unless a warning was logged before."""
-        if not self._is_logged and self._keys.add("warnings", 1) == 1:
-            logger.warning(line)
-        self._is_logged = True
 
 
 def _wait(store: Store, names: Sequence[str], seconds: float) -> bool:

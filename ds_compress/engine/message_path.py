@@ -18,13 +18,13 @@ from ds_compress.engine.deepspeed import (
     layer_range,
     loss_scale,
 )
-from ds_compress.engine.handshake import SharedWarning
 from ds_compress.engine.intercept import PointToPoint, Receiving, Sending
+from ds_compress.engine.left_alone import LeftAlone
 from ds_compress.engine.lookahead import ORDERED, Lookahead
 from ds_compress.engine.stage import Stage, StepContext
 from ds_compress.engine.tracked_passes import TrackedPasses
-from ds_compress.engine.wiring import wire
-from ds_compress.message.channel import Boundary, Channel
+from ds_compress.engine.wiring import describe_eager, wire
+from ds_compress.message.channel import Boundary
 from ds_compress.message.layout import as_list, tensors_in
 from ds_compress.transport.staging import receives_hold_device
 
@@ -41,7 +41,7 @@ class MessagePath:
         config: Config,
         p2p: PointToPoint,
         original: Mapping[type, Callable[..., None]],
-        left_alone: SharedWarning,
+        left_alone: LeftAlone,
         depth: int,
     ):
         """Build the boundaries and links of this rank; every rank of the job calls it.
@@ -51,7 +51,7 @@ class MessagePath:
             config: prepared.
             p2p: stands in for DeepSpeed's point-to-point module.
             original: DeepSpeed's functions, by instruction.
-            left_alone: takes the warning that messages are left to DeepSpeed.
+            left_alone: takes note of messages that are left to DeepSpeed.
             depth: of the schedules at first.
         """
         self.engine = engine
@@ -154,7 +154,7 @@ class MessagePath:
         finally:
             p2p.sending = around
         if end.messages == before:
-            self._note_left_alone(end.channel, gradients)
+            self._left_alone.note(stage, end.channel, gradients)
 
     def receive(self, instruction: type, buffer_id: int, run: "functools.partial[None]") -> None:
         """Run a receive instruction of the engine.
@@ -190,17 +190,6 @@ class MessagePath:
         if forward and self.lookahead.tracking:
             tensors = as_list(engine.pipe_buffers["inputs"][buffer_id])
             self.tracked.mark_received(tensors, end.channel.boundary)
-
-    def _note_left_alone(self, channel: Channel, gradients: announced_tensors.Specs) -> None:
-        """Warn once that a send instruction sent no message; raise where compression is required."""
-        stage, number, forward = self.stage, channel.boundary.number, channel.direction == "forward"
-        why = stage.left_because.get(number, "its tensors are not announced")
-        if number in stage.announced:
-            why = "its instruction sends no tensor through deepspeed.runtime.pipe.p2p"
-        # a boundary that is left to DeepSpeed is reported by the sender of activations
-        if forward or (gradients and number in stage.announced):
-            self.config.refuse_if_required(f"{channel.place}: {why}")
-            self._left_alone.log(f"{channel.place}: left to DeepSpeed, uncompressed: {why}")
 
     def may_leave_early(self, send: type) -> bool:
         """Return whether the send instruction of class `send` does nothing but send a packet. Another one
@@ -241,12 +230,5 @@ class MessagePath:
         """
         if not self.is_eager:
             return self.own_link or "blocking"
-        connections = self.stage.connections
-        several = f", {connections} connections" if connections > 1 else ""
-        if self.engine.dynamic_shape and self.config.block.link.connections == "auto":
-            several = ", connections auto, 1 because of dynamic_shape"
-        if self.engine.dynamic_shape and not self.stage.shape_links:
-            return f"eager{depth}{several}, activations in DeepSpeed's order because of dynamic_shape"
-        if self.lookahead.left or self.lookahead.has_kept or not self.stage.ends:
-            return f"eager{depth}{several}"
-        return f"eager{depth}{several}, but every message in the order of the schedule"
+        leaves_early = bool(self.lookahead.left) or self.lookahead.has_kept
+        return describe_eager(self.stage, depth, self.engine.dynamic_shape, leaves_early)

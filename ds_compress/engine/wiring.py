@@ -63,6 +63,24 @@ def wire(stage: Stage, engine: PipelineEngine, depth: int) -> None:
     set_connections(stage, engine, 1 if given == "auto" else given)
 
 
+def describe_eager(stage: Stage, depth: str, dynamic_shape: bool, leaves_early: bool) -> str:
+    """Return what the start-up line calls an eager link.
+
+    Args:
+        depth: the part of the line about the depth (`DepthController.describe`).
+        dynamic_shape: of the engine.
+        leaves_early: whether messages of the schedule in progress left as soon as they were computed.
+    """
+    several = f", {stage.connections} connections" if stage.connections > 1 else ""
+    if dynamic_shape and stage.config.block.link.connections == "auto":
+        several = ", connections auto, 1 because of dynamic_shape"
+    if dynamic_shape and not stage.shape_links:
+        return f"eager{depth}{several}, activations in DeepSpeed's order because of dynamic_shape"
+    if leaves_early or not stage.ends:
+        return f"eager{depth}{several}"
+    return f"eager{depth}{several}, but every message in the order of the schedule"
+
+
 def wire_extra_links(stage: Stage, engine: PipelineEngine) -> None:
     """Give extra packets groups of their own where codecs send them by now and they have none; every rank of
     the job calls it.
