@@ -12,7 +12,7 @@ logger = logging.getLogger("ds_compress")
 
 
 class LeftAlone:
-    """Warns once for all ranks, by the first that has reason to."""
+    """Logs one warning for all ranks, by the first rank that has reason to."""
 
     def __init__(self, keys: Store):
         """Exchange through `keys` in common."""
